@@ -246,7 +246,7 @@ class Routed(nn.Module):
         """Set the routes; ``weight`` is the parameter if it is multiplied without change."""
         self.thaw()
         if any(texts):
-            prepare_to_be_compiled(_way, _activated_way)
+            prepare_to_be_compiled(_way, _activated_way, fuse_quantizers)
         self._routes = (texts[0], texts[1], texts[2])
         self._has_parameter = weight is not None
         self._kept = None if self._kept is None else {}
@@ -339,7 +339,7 @@ class Routed(nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         vars(self).pop("is_special", None)  # in files of earlier versions
         if any(self._routes):
-            prepare_to_be_compiled(_way, _activated_way)
+            prepare_to_be_compiled(_way, _activated_way, fuse_quantizers)
         self.changed()
 
     def route_words(self) -> str:
@@ -353,6 +353,8 @@ def _multiply(
     routes: Sequence[str], input_scale: str, way: str,
 ) -> Tensor:  # fmt: skip
     """The product by routes in bfloat16, with the FP8 weights of `Routed._parts`; see `_way`."""
+    if is_compiling():
+        fuse_quantizers()
     x = x.bfloat16()
     bias = None if bias is None else bias.bfloat16()
     # float32 is not rounded before it is quantized
@@ -366,6 +368,14 @@ def _multiply(
         right = None if weight is None or way == "offloaded" else weight.t()
         y = multiply(rows, right, parts[0], parts[1], bias, routes[0], input_scale, apart)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
+
+
+def fuse_quantizers() -> str:
+    """See `lokakern.nn.inductor`, which is imported when a compiler first traces a product: 2 s."""
+    from lokakern.nn import inductor
+
+    inductor.fuse_quantizers()
+    return ""
 
 
 def _traced_product(
@@ -421,6 +431,7 @@ def traced_activated(
     found = _activated_way(plan, activating, m, k, x.dtype, x.device.type)
     if not found or k != layer.in_features:
         return None
+    fuse_quantizers()
     kernel, columns, route = found.split("\0")
     data, scale = _frozen_bytes(layer, columns)
     bias = None if layer.bias is None else layer.bias.bfloat16()

@@ -161,8 +161,6 @@ def multiply(
         left_scale: Static scale of a, or ""; text, because torch.compile makes numbers symbolic.
         apart: Whether an unquantized product adds the bias in a separate step.
     """
-    if is_compiling():
-        fuse_quantizers()
     left = quantize_by(a, left_scale) if left_scale else None
     if left is None and not apart:  # the usual call; a compiled graph pays for each argument
         out: Tensor = OPS.routed_gemm(a, b, data, scale, bias, route)
@@ -266,14 +264,6 @@ def is_left_to_kernel(route: str, m: int, k: int) -> bool:
     return k > LONGEST_HERE and kernel_named(kernel_at(route, m)).parts[0] == READS_ONCE
 
 
-def fuse_quantizers() -> str:
-    """See `lokakern.nn.inductor`, which is imported when a compiler first traces a product."""
-    from lokakern.nn import inductor
-
-    inductor.fuse_quantizers()
-    return ""
-
-
 @functools.cache
 def prepare_to_be_compiled(*others: Callable[..., str]) -> None:
     """Mark functions whose results are constants for compilers; once, as it imports Dynamo.
@@ -281,7 +271,7 @@ def prepare_to_be_compiled(*others: Callable[..., str]) -> None:
     Dynamo guards each global that it meets while it traces, and each call of a compiled model pays
     for it. It does not trace these functions.
     """
-    for asked in (fuse_quantizers, find_activator, *others):
+    for asked in (find_activator, *others):
         torch.compiler.assume_constant_result(asked)  # type: ignore[no-untyped-call]
 
 

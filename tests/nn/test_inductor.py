@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
-from lokakern.nn import routed_matmul
+from lokakern.nn import linear
 from lokakern.nn.linear import Linear
 from lokakern.nn.routed_matmul import PLAIN, route_text
 from lokakern.types import Granularity
@@ -149,7 +149,7 @@ def test_products_are_correct_without_inductors_functions(monkeypatch: pytest.Mo
     from torch._inductor import lowering
 
     op = torch.ops.lokakern.routed_gemm.default
-    monkeypatch.setattr(routed_matmul, "fuse_quantizers", lambda: "")
+    monkeypatch.setattr(linear, "fuse_quantizers", lambda: "")
     for table in (lowering.lowerings, lowering._maybe_layout_constraints):
         if op in table:
             monkeypatch.delitem(table, op)
