@@ -4,8 +4,8 @@ It fuses quantizing into the producer of the operand. In the traced graph a prod
 quantizes its left operand in a kernel of its own. Where Inductor itself generates the kernel that
 computes the operand, quantizing there saves that kernel, and the bfloat16 operand if it has no
 other use. Where the operand is an input of the graph or comes from a library, a separate kernel of
-Inductor would only cost: the host pays some 10 us for it, and the op's own quantizer reads and
-writes the same bytes. An operand of several products is quantized once for all.
+Inductor would only cost the host a launch: the op's own quantizer reads and writes the same bytes.
+An operand of several products is quantized once for all.
 
 And generated code calls `routed_gemm` and its like below, which replay a call without the checks
 that torch makes for any op.
@@ -53,7 +53,7 @@ def fuse_quantizers() -> None:
     quantize = fallback_handler(torch.ops.lokakern.quantize_weight.default, False)  # type: ignore[no-untyped-call]
 
     def quantized(a: Any, form: str, route: str) -> tuple[Any, Any]:
-        """A in FP8 if it is to be quantized ahead of the product, else None; once for all readers.
+        """The operand in FP8, once for all readers, or None if the product is to quantize it.
 
         By Inductor where it computes a, and else by a kernel if other products read a, too.
         """

@@ -7,10 +7,8 @@ right operand, then the first m of each kernel, for m that 16 divides and for ot
 
 An empty name means torch's unquantized product. On another device a kernel's emulation runs. A last
 part may define a check (`lokakern.sampled_check`). The ops look up a kernel when they run, not when
-they are traced, because m may be dynamic. If a compiler knows m, the left operand of a composition
-is quantized by torch's operators, which the compiler fuses into the operand's producer: this saves
-a kernel, and the bfloat16 operand if it has no other use. Long rows are quantized by a kernel that
-reads them once.
+they are traced, because m may be dynamic. Where Inductor knows m, it may quantize the left operand
+in the kernel that computes it (`lokakern.nn.inductor`).
 """
 
 from __future__ import annotations
@@ -188,13 +186,10 @@ def multiply_activated(
         route: The route of the product.
 
     Returns:
-        None if m is not known, no kernel was timed there, or the call has to be checked.
+        None if no kernel was timed at m, or the call has to be checked.
     """
-    m, k = x.shape
-    if not is_known(m, k):
-        return None
-    name = find_activator(activating, route, m, k)
-    if not name or (not is_compiling() and sampled_check.is_due(route)):
+    name = find_activator(activating, route, *x.shape)
+    if not name or sampled_check.is_due(route):
         return None  # a check reads f(x)
     out: Tensor = OPS.activated_gemm(x, activation, name, data, scale, bias, route)
     return out
