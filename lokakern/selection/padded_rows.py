@@ -41,7 +41,7 @@ def with_padded_rows(
         evidence: The rows that count.
         timed: The regime of times.
         is_compiled: Whether a compiler pads activations at no cost. A measured time, which contains
-            the cost, is then replaced if the padded sizes were measured.
+            the cost, is then replaced, or dropped if the padded sizes were not measured.
 
     Returns:
         The candidates, and the padded sizes in words; "" if rows are aligned.
@@ -58,7 +58,7 @@ def with_padded_rows(
         return found, words
     at_wide = _measured(wide, evidence, timed, problem.k)
     if at_wide is None:
-        return found, words
+        return [c for c in found if c is not own], words
     rates = {} if is_compiled else _rates(problem, evidence, timed)
     times = {}
     for m in sorted({m for c in found for m in c.times}):

@@ -111,8 +111,10 @@ def test_a_static_scale_spares_the_unquantized_operand() -> None:
     assert products == [(False, True)]
 
 
-def test_gradients_have_the_bits_of_eager_calls() -> None:
-    layer = layer_of(ROUTES, n=32)
+@pytest.mark.parametrize("bias", [False, True])
+def test_gradients_have_the_bits_of_eager_calls(bias: bool) -> None:
+    """A gradient that is summed for a bias is quantized by the product."""
+    layer = layer_of(ROUTES, n=32, bias=bias)
 
     def step(call: Callable[[Tensor], Tensor]) -> list[Tensor]:
         layer.zero_grad()
@@ -131,7 +133,7 @@ def test_gradients_have_the_bits_of_eager_calls() -> None:
         found, codes = run_and_get_code(step, call)
     assert all(map(torch.equal, found, expected))
     backward = [line for line in codes[-1].splitlines() if "= lokakern_routed_gemm(" in line]
-    assert len(backward) == 1 and "routed_gemm(None" in backward[0]
+    assert len(backward) == 1 and ("routed_gemm(None" in backward[0]) is not bias
     assert "= lokakern_weight_gradient(" in codes[-1]
 
 
