@@ -18,6 +18,16 @@ UNMEASURED: dict[tuple[str, str], str] = {
 # result there; an entry goes when the kernel was timed and tested.
 NEW_KERNELS: dict[tuple[str, str], str] = {
     ("torch.bf16_padded", "sm_90"): "new: neither timed nor tested on a GPU yet",
+    **{
+        (f"{quantizer}cuda.scaled_gemm_{scales}_unaligned", "sm_90"): "new: not measured yet"
+        for scales, granularity in (
+            ("tensor", "tensor"),
+            ("row", "row"),
+            ("block", "group"),
+            ("group", "group"),
+        )
+        for quantizer in ("", f"cuda.quantize_{granularity}+")
+    },
 }
 # Ops that are new, by architecture, and why: not all of their kernels need have a time or a test
 # result there. An entry goes when all were timed and tested.

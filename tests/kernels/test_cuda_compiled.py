@@ -35,6 +35,7 @@ from lokakern.kernels.cuda import (
     quantize_tensor,
     quantize_tile,
     scaled_gemm,
+    scaled_gemm_unaligned,
     tiles,
 )
 from lokakern.kernels.cuda.tiles import Kind, Tile
@@ -78,7 +79,7 @@ def cases() -> dict[str, Program]:
             found[f"quantize_{name}_power_of_two 1024 {kind}"] = bound.launch.program
         found |= {f"{name} {kind}": program for name, program in both_ways(types)}
         found |= {f"{name} {kind}": program for name, program in tensors(types)}
-    return found | dict(gemms()) | dict(norm_programs.programs())
+    return found | dict(gemms()) | dict(unaligned_gemms()) | dict(norm_programs.programs())
 
 
 # A size for each tile of the rule, m, n, k; and what comes after the sums, at a few of them.
@@ -103,9 +104,12 @@ GEMM_KINDS = {
 }
 
 
+SMS = 132
+
+
 def gemms() -> Iterator[tuple[str, Program]]:
     """Of every kind of scales at every tile, and of everything else after the sums."""
-    sms = 132
+    sms = SMS
     for scales in ("tensor", "row", "block", "group"):
         for m, n, k in GEMM_SIZES:
             kind = Kind(scales, folds=n < 32)  # rows of bfloat16 under 64 bytes
@@ -117,6 +121,36 @@ def gemms() -> Iterator[tuple[str, Program]]:
             tile = gemm_tile(m, 1024, 1024, kind, sms)
             program = scaled_gemm.bind(1024, 1024, tile, kind).program
             yield f"scaled_gemm_{kind.scales} {m} {words}", program
+
+
+UNALIGNED_SIZES = (
+    (8192, 1677, 1677), (2048, 479, 1024), (8192, 1029, 256), (32768, 1021, 256),
+    (256, 479, 115200), (1024, 91, 512), (8192, 45, 720), (8192, 13, 479), (327680, 13, 64),
+    (327680, 23, 128), (8192, 1, 39),
+)  # fmt: skip
+UNALIGNED_KINDS = {
+    "bias silu": Kind("row", 2, 2, False, activation="silu", direct=True),
+    "cross": Kind("row", 2, 2, False, cross=1, direct=True),
+    "float32": Kind("row", 4, 4, False, direct=True),
+    "groups": Kind("row", batch=2, direct=True),
+    "offsets": Kind("row", batch=0, direct=True),
+    "e5m2 slices": Kind("block", a_type="e5m2", a_steps=(3, 7, 8), direct=True),
+}
+
+
+def unaligned_gemms() -> Iterator[tuple[str, Program]]:
+    """The same of outputs that no bulk copy can write."""
+    module = scaled_gemm_unaligned
+    for scales in ("tensor", "row", "block", "group"):
+        for m, n, k in UNALIGNED_SIZES:
+            kind = Kind(scales, direct=True, folds=n * 2 < module.DENSE_BYTES)
+            program = module.bind(n, k, module.tile_of(m, n, k, kind, 1, True, SMS), kind).program
+            yield f"scaled_gemm_{scales}_unaligned {m}x{n}x{k}", program
+    for words, kind in UNALIGNED_KINDS.items():
+        for m in (2048, 8192):
+            tile = module.tile_of(m, 1029, 1000, kind, 1, True, SMS)
+            program = module.bind(1029, 1000, tile, kind).program
+            yield f"scaled_gemm_{kind.scales}_unaligned {m} {words}", program
 
 
 def gemm_tile(m: int, n: int, k: int, kind: Kind, sms: int) -> Tile:
@@ -430,6 +464,26 @@ def test_gemms_use_what_hopper_has(name: str) -> None:
         assert any("64x256x" in word for word in words if word.startswith(product))
     moved = sum(word.startswith("USETMAXREG") for word in words)
     assert moved == (2 if int(macros["WARPGROUPS"]) > 1 else 0)
+
+
+@pytest.mark.parametrize("name", [name for name in GEMMS if "DENSE" in dict(CASES[name].macros)])
+def test_unaligned_rows_leave_16_bytes_at_a_time(name: str) -> None:
+    """Nothing branches between the stores of pieces; single elements are few."""
+    words, macros = instructions(name), dict(CASES[name].macros)
+    wide = [at for at, word in enumerate(words) if word == "STG.E.128"]
+    narrow = [word for word in words if word.startswith("STG") and word != "STG.E.128"]
+    columns = int(macros["BLOCK_N"]) // int(macros["PARTS"])
+    if macros["DENSE"]:
+        pieces = int(macros["N"]) * int(macros["OUT"])  # 16 rows are one
+        assert (len(wide), len(narrow)) == (-(-pieces // 32), 1)
+        return
+    staged_bytes = int(macros["CHUNK_BYTES"]) * int(macros["CHUNKS"])  # of a row
+    rounds = -(-columns * int(macros["OUT"]) // staged_bytes)
+    of_a_round = -(-16 * staged_bytes // 16 // 32)  # 16 rows in 32 threads
+    assert len(wide) == rounds * of_a_round
+    assert len(narrow) == rounds * 16 * 16 // int(macros["OUT"]) // 32
+    between = words[wide[0] : wide[of_a_round - 1]]
+    assert not [word for word in between if word.startswith(("BRA", "BSYNC"))]
 
 
 @pytest.mark.parametrize("name", GEMMS)

@@ -45,7 +45,7 @@ from lokakern.types import (
     Rejected,
 )
 from lokakern.workloads.distributions import distribution_named, draw_rows, draw_weight
-from tests.support.kernel_cases import cases, kernel_here
+from tests.support.kernel_cases import cases, columns_for, kernel_here
 
 H200 = Device("nvidia", "NVIDIA H200", "sm_90", 132, 141)
 SEEDS = (0, 3, 7)  # of everything drawn here; the first is torch's own before each test
@@ -160,6 +160,7 @@ def test_scaled_gemm_on_every_distribution(name: str, where: str, distribution: 
     kernel = kernel_here(name, where)
     fp8 = fp8_format(current_device(where))
     m, n, k = (512, 384, 640) if where == "cuda" else (128, 128, 256)
+    n = columns_for(kernel, n)
     recipe = distribution_named(distribution)
     x = draw_rows(recipe, m, k, 7).bfloat16().to(where)
     w = draw_weight(recipe, n, k, 7).bfloat16().to(where)
@@ -270,15 +271,16 @@ def test_the_bound_of_tensor_cores_finds_slightly_incorrect_sums(what: str, smal
 @pytest.mark.parametrize(("name", "where"), cases("scaled_gemm"))
 def test_scaled_gemm_keeps_nan_through_every_epilogue(name: str, where: str) -> None:
     kernel = kernel_here(name, where)
+    n = columns_for(kernel, 128)
     for what in kernel.epilogues & {"none", "relu", "hardswish", "silu", "cross"}:
-        left, right = operands_for(kernel, where, 128, 128, 256)
+        left, right = operands_for(kernel, where, 128, n, 256)
         left.data.view(torch.uint8)[5, 200] = left.format.nan_byte
-        x = torch.randn(128, 128, device=where).bfloat16()
+        x = torch.randn(128, n, device=where).bfloat16()
         epilogue = Epilogue(x0=x, x=x) if what == "cross" else Epilogue(what)
-        out = torch.zeros(128, 128, dtype=torch.bfloat16, device=where)
+        out = torch.zeros(128, n, dtype=torch.bfloat16, device=where)
         epilogue = PLAIN if what == "none" else epilogue
         assert launch_scaled_gemm(kernel, left, right, out, None, epilogue) is None
-        assert out[5].isnan().all() and out.isnan().sum() == 128, what
+        assert out[5].isnan().all() and out.isnan().sum() == n, what
 
 
 @pytest.mark.parametrize(("name", "where"), [
@@ -306,9 +308,10 @@ def test_scaled_gemm_multiplies_e5m2_by_e4m3(name: str, where: str) -> None:
     kernel = kernel_here(name, where)
     four = fp8_format(current_device(where))
     five = Format.E5M2FNUZ if four is Format.E4M3FNUZ else Format.E5M2
+    n = columns_for(kernel, 128)
     for forms in ((five, four), (four, five)):
-        left, right = operands_for(kernel, where, 128, 128, 384, forms)
-        out = poisoned((128, 128), torch.bfloat16, where)
+        left, right = operands_for(kernel, where, 128, n, 384, forms)
+        out = poisoned((128, n), torch.bfloat16, where)
         reason = launch_scaled_gemm(kernel, left, right, out)
         assert reason is None or "E4M3 only" in reason
         if reason is None:
@@ -324,12 +327,13 @@ def test_scaled_gemm_supports_groups(name: str, where: str) -> None:
     """Groups of equal and of different sizes, with empty groups and rows outside all groups."""
     kernel = kernel_here(name, where)
     reasons = []
-    for groups, m, n, k in [
+    for groups, m, width, k in [
         (3, 40, 24, 39),
         (5, 27, 128, 200),
         (2, 130, 256, 384),
         (40, 7, 16, 64),
     ]:
+        n = columns_for(kernel, width)
         total = groups * m
         left, right = operands_for(kernel, where, total, groups * n, k)
         ends = [*sorted(torch.randint(1, total, (groups - 1,)).tolist()), total - 1]
@@ -358,7 +362,7 @@ def test_scaled_gemm_supports_groups(name: str, where: str) -> None:
 def test_scaled_gemm_supports_slices_of_k(name: str, where: str, parts: tuple[int, ...]) -> None:
     """Each 1x128-quantized by itself, or all of one matrix under the same scales."""
     kernel = kernel_here(name, where)
-    m, n, k = 130, 96, sum(parts)
+    m, n, k = 130, columns_for(kernel, 96), sum(parts)
     left, right = operands_for(kernel, where, m, n, k)
     if kernel.granularity is Granularity.GROUP:
         slices = [operands_for(kernel, where, m, n, part)[0] for part in parts]
@@ -380,7 +384,8 @@ def test_scaled_gemm_supports_slices_of_k(name: str, where: str, parts: tuple[in
 ])  # fmt: skip
 def test_bits_of_a_row_do_not_depend_on_the_others(name: str, where: str) -> None:
     kernel = kernel_here(name, where)
-    for n, k in ((24, 39), (512, 2048), (64, 8192), (2048, 512)):
+    for width, k in ((24, 39), (512, 2048), (64, 8192), (2048, 512)):
+        n = columns_for(kernel, width)
         left, right = operands_for(kernel, where, 4096, n, k)
         seen = []
         for m in (4096, 1000, 129, 64, 7):
@@ -400,8 +405,9 @@ def test_scaled_gemm_keeps_non_finite_values_to_their_rows(name: str, where: str
     x = torch.randn(256, 256, device=where)
     x[3, 5], x[9, 0], x[200, 255] = math.nan, math.inf, -math.inf
     left = numerics.quantize(x, fp8, kernel.granularity)
-    right = numerics.quantize(torch.randn(128, 256, device=where), fp8, kernel.b_granularity)
-    out = poisoned((256, 128), torch.bfloat16, where)
+    n = columns_for(kernel, 128)
+    right = numerics.quantize(torch.randn(n, 256, device=where), fp8, kernel.b_granularity)
+    out = poisoned((256, n), torch.bfloat16, where)
     assert launch_scaled_gemm(kernel, left, right, out) is None
     bad = (~torch.isfinite(out)).any(dim=1).nonzero().flatten().tolist()
     assert bad == [3, 9, 200]
@@ -414,14 +420,15 @@ def test_scaled_gemm_writes_a_strided_slice_or_rejects_it(name: str, where: str)
     kernel = kernel_here(name, where)
     fp8 = fp8_format(current_device(where))
     left = numerics.quantize(torch.randn(256, 256, device=where), fp8, kernel.granularity)
-    right = numerics.quantize(torch.randn(128, 256, device=where), fp8, kernel.b_granularity)
+    n = columns_for(kernel, 128)
+    right = numerics.quantize(torch.randn(n, 256, device=where), fp8, kernel.b_granularity)
     whole = torch.full((256, 384), 7.0, dtype=torch.bfloat16, device=where)
-    reason = launch_scaled_gemm(kernel, left, right, whole[:, 128:256])
+    reason = launch_scaled_gemm(kernel, left, right, whole[:, 128 : 128 + n])
     if reason is not None:
         assert "contiguous" in reason
         return
-    assert_product(kernel, whole[:, 128:256], left, right.t())
-    assert (whole[:, :128] == 7).all() and (whole[:, 256:] == 7).all()
+    assert_product(kernel, whole[:, 128 : 128 + n], left, right.t())
+    assert (whole[:, :128] == 7).all() and (whole[:, 128 + n :] == 7).all()
 
 
 @pytest.mark.parametrize(("name", "where"), cases("gemm"))
@@ -433,7 +440,7 @@ def test_gemm_equals_the_product_of_its_quantized_operands(
     fp8 = fp8_format(current_device(where))
     dtype = torch.float32 if name == "torch.fp32" else torch.bfloat16
     recipe = distribution_named(distribution)
-    m, n, k = (256, 127, 253) if kernel.pads else (256, 128, 256)
+    m, n, k = 256, columns_for(kernel, 128), 253 if kernel.pads else 256
     x = draw_rows(recipe, m, k, 3).to(dtype).to(where)
     w = draw_weight(recipe, n, k, 3).to(dtype).to(where)
     prepared = None
@@ -479,7 +486,7 @@ def test_gemm_supports_views_and_odd_sizes_or_rejects_them(name: str, where: str
             left, right = x, w.t()
         assert_product(kernel, out, left, right)
     assert taken, f"{name} took none of the operands"
-    n = 127 if kernel.pads else 128
+    n = columns_for(kernel, 128)
     assert run(kernel, base[:0, :256], weights[:n, :256].t()).shape == (0, n)
 
 
@@ -778,7 +785,8 @@ def test_more_than_two_to_the_31_elements(name: str) -> None:
     fp8 = fp8_format(current_device("cuda"))
     if torch.cuda.get_device_properties(0).total_memory < 60 * 2**30:
         pytest.skip("needs a GPU with 60 GiB")
-    rows, k, n = 2**31 // 256 + 384, 256, 256
+    k, n = 256, columns_for(kernel, 256)
+    rows = 2**31 // n + 384
     x = torch.empty(rows, k, dtype=torch.bfloat16, device="cuda").normal_()
     last = slice(rows - 256, rows)
     if kernel.op == "quantize_transpose":
@@ -851,13 +859,14 @@ def test_promoted_sums_do_not_drift(name: str) -> None:
     kernel = kernel_here(name, "cuda")
     fp8 = fp8_format(current_device("cuda"))
     torch.manual_seed(0)
-    x, w = (torch.rand(256, 4096, device="cuda") + 0.5 for _ in range(2))
+    n = columns_for(kernel, 256)
+    x, w = (torch.rand(rows, 4096, device="cuda") + 0.5 for rows in (256, n))
     left = numerics.quantize(x, fp8, kernel.granularity)
     right = numerics.quantize(w, fp8, kernel.b_granularity)
     exact = ops.product(left, right.t())
 
     def shift(of: Kernel) -> float:
-        out = poisoned((256, 256), torch.bfloat16, "cuda")
+        out = poisoned((256, n), torch.bfloat16, "cuda")
         assert launch_scaled_gemm(of, left, right, out) is None
         return numerics.measure_errors(out, exact).mean_shift
 

@@ -39,3 +39,8 @@ def kernel_here(name: str, where: str) -> Kernel:
 def drawn(*shape: int, where: str, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator).to(dtype).to(where)
+
+
+def columns_for(kernel: Kernel, n: int) -> int:
+    """A number of columns that a kernel takes: n, or one less where it is for unaligned rows."""
+    return n - 1 if kernel.pads or "_unaligned" in kernel.name else n
