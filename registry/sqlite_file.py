@@ -14,15 +14,29 @@ from urllib.parse import quote
 from lokakern.errors import DatabaseError
 
 APPLICATION_ID = 0x4C4F4B41  # "LOKA" in the header of every file
-SCHEMA_VERSION = 3
-VERSIONS = (1, 2, 3)  # that are read
+SCHEMA_VERSION = 4
+VERSIONS = (1, 2, 3, 4)  # that are read
 DIMENSIONS = ("device", "environment", "kernel", "problem", "distribution", "run")
-FACTS = ("timing", "accuracy", "test_result")  # refer to dimensions, in columns of their names
+# Facts refer to dimensions, in columns of their names.
+FACTS = ("timing", "accuracy", "test_result", "host_cost")
 TABLE_NAMES = (*DIMENSIONS, *FACTS)
 STATUSES = ("ok", "wrong", "error", "out_of_memory", "timeout", "crashed", "unsupported")
+HOST_REGIMES = ("eager", "compiled")  # of host costs: those in which the host makes each call
+HOST_PATHS = ("native", "python", "torch")  # of a call: by our C++ library, without, by torch alone
 KEY_BYTES = 32  # of a fact
-# `schema_digest` of a file of the present version: so that reading one takes no model of it.
-SCHEMA_DIGEST = "57b0920edce8e40fe4ebcae237115c6ea4516dba525d656bbe02b842acdc9e5b"
+# `schema_digest` of files that are read as they are, by version: so that reading takes no model of
+# them. Version 3 has all tables of version 4 but the last.
+SCHEMA_DIGESTS = {
+    3: "57b0920edce8e40fe4ebcae237115c6ea4516dba525d656bbe02b842acdc9e5b",
+    4: "e93d94d3e056fc35b1cbd3247735000774217a6bbd556bce1e3e14a736c8521c",
+}
+
+# What a file of version 3 lacks: the last table, by its columns.
+HOST_COST_COLUMNS = (
+    "key", "run", "device", "environment", "cpu", "regime", "call", "language", "path",
+    "round_count", "calls_per_round", "host_us_p20", "host_us_p50", "host_us_p80",
+    "measured_utc_ms",
+)  # fmt: skip
 
 REMAKE = "ask for the file again, or make one with `python -m lokakern.bench sweep`"
 _MAGIC = b"SQLite format 3\0"

@@ -9,6 +9,7 @@ EXAMPLES = {
         "sweep --suite my-model.toml --time-limit 600",
         "sweep --only-stale",
     ),
+    "host": ("host", "host --regime compiled"),
     "explain": (
         "explain gemm --shape 32768,2048,2048 --device 'NVIDIA H200'",
         "explain --shapes shapes.csv --device 'NVIDIA H200' --budget 0.06",

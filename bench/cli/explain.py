@@ -67,7 +67,7 @@ def explain(
     budget: options.Budget = 0.06,
     device: options.Device = None,
     distribution: options.Distribution = None,
-    regime: options.Regime = None,
+    regime: options.RegimeOfChoice = None,
     prepared: Annotated[
         str | None, typer.Option(help="Prepared weight with tensor, row or 128x128 scales.")
     ] = None,
@@ -166,7 +166,9 @@ def _print_choice(choice: Choice, how: OutputFormat) -> None:
         facts = {
             "problem": str(choice.problem), "device": choice.table.device.product,
             "kernel": choice.kernel, "latency_us": choice.latency_us,
-            "interpolated": choice.interpolated, "miss": choice.is_miss,
+            "regime": choice.table.regime, "gpu_us": choice.gpu_us, "host_us": choice.host_us,
+            "host_cost": choice.table.host or None, "interpolated": choice.interpolated,
+            "miss": choice.is_miss,
             "tied": choice.tied, "errors": choice.errors, "rejected": choice.rejected,
         }  # fmt: skip
         print(json.dumps(facts, indent=2))

@@ -17,7 +17,7 @@ import typer
 from lokakern.errors import DatabaseError, LokakernError, ShapeError
 from lokakern.registry.storage import paths
 from lokakern.selection import dispatcher
-from lokakern.types import REGIMES, Format
+from lokakern.types import COMPILED, REGIMES, Format
 
 if TYPE_CHECKING:
     from lokakern.workloads.gemm_cases import Case
@@ -32,6 +32,13 @@ class OutputFormat(StrEnum):
     TABLE = "table"
     JSON = "json"
     CSV = "csv"
+
+
+class ChoiceRegime(StrEnum):
+    """Regimes of choices."""
+
+    GRAPH_COLD, GRAPH_HOT, EAGER = REGIMES
+    COMPILED = COMPILED
 
 
 class TimingRegime(StrEnum):
@@ -70,6 +77,14 @@ Epilogue = Annotated[
 Regime = Annotated[
     TimingRegime | None,
     typer.Option(help="Timing regime. Default: graph-cold on a GPU, eager on a CPU."),
+]
+RegimeOfChoice = Annotated[
+    ChoiceRegime | None,
+    typer.Option(
+        help="How the product runs: in CUDA graphs (graph-cold, graph-hot), eager, or compiled. In "
+        "the last two the cost of calls counts where `host` measured it. Default: graph-cold on a "
+        "GPU, eager on a CPU."
+    ),
 ]
 Budget = Annotated[float, typer.Option(help="Largest accepted row error (0.06 admits E4M3 GEMMs).")]
 Distribution = Annotated[

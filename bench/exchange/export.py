@@ -72,7 +72,7 @@ def current_rows(rows: Rows, device: Device) -> Rows:
         kept[name] = [
             row
             for row in rows[name]
-            if (fact := named(name, row))["kernel"] in kernels
+            if (fact := named(name, row)).get("kernel") in (None, *kernels)
             and all(fact[column] == value for column, value in where.items() if column in fact)
         ]
     return without_unused(kept, rows)

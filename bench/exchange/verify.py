@@ -121,7 +121,10 @@ def verify(
     return verdict
 
 
-_WORDS = {"timing": "times", "accuracy": "errors", "test_result": "results of tests"}
+_WORDS = {
+    "timing": "times", "accuracy": "errors", "test_result": "results of tests",
+    "host_cost": "host costs",
+}  # fmt: skip
 
 
 def _draw(rows: Sequence[Row], count: int, drawn: random.Random, known: Known) -> list[Row]:

@@ -34,6 +34,7 @@ _FACETS = {
     "timing": ("device", "regime", "status", "kernel"),
     "accuracy": ("architecture", "distribution", "status", "kernel"),
     "test_result": ("architecture", "status", "suite"),
+    "host_cost": ("cpu", "regime", "call", "path"),
 }
 _STYLE = "dl.column-descriptions { columns: 22em; font-size: smaller; } " + " ".join(
     # Hide links to single rows: Datasette cannot look up binary keys.

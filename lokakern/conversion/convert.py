@@ -57,11 +57,19 @@ from lokakern.nn.torch_owners import NEVER_CALLED, fast_paths, never_called, set
 from lokakern.probe.report import ProbeReport
 from lokakern.selection import dispatcher
 from lokakern.selection.arguments import budget_of, device_of, m_range_of
+from lokakern.selection.candidates import Time
 from lokakern.selection.choice import Choice
 from lokakern.selection.dispatcher import AnyDevice
 from lokakern.types import COMPILED, Device, ErrorBudget, Granularity
 
 Wanted = ProbeReport | ErrorBudget | float | None
+# How a model runs in each regime.
+_RUNS = {
+    COMPILED: "torch.compile, with each call made by the host; for CUDA graphs: 'graph-cold'",
+    "eager": "not compiled, with each call made by the host",
+    "graph-cold": "CUDA graphs, operands not in the cache",
+    "graph-hot": "CUDA graphs, operands in the cache",
+}
 
 
 def convert(
@@ -142,7 +150,11 @@ def convert(
         regime: How the model runs, as of `dispatch`. The default, "compiled", is for torch.compile:
             bf16 at an n or k that is no multiple of 8 is compared as if its rows were padded at no
             cost, and left to the compiler where that is faster. "graph-cold" counts the padding of
-            activations, and "eager" needs times of that regime.
+            activations. In "compiled" and "eager" the host makes each call. If its cost was
+            measured on this class of machines (``python -m lokakern.bench host``), a product takes
+            the longer of the times of GPU and host, so that small ones may stay in bfloat16; in
+            CUDA graphs, "graph-cold" counts the GPU alone. Without host costs "eager" needs times
+            of that regime. `Conversion.table` and `explain` tell regime and host costs.
 
     Returns:
         The choices, their reasons, and methods to change and undo them.
@@ -487,12 +499,14 @@ class Conversion:
                 routes = tuple(Route(route.gemm, PLAIN, _RESIZED) for route in routes)
             for route in routes:
                 timed = [c for c in route.choices if c.latency_us is not None]
+                times = [_time_of(route, c) for c in timed]
                 rows.append(
                     {
                         "site": site.name, "gemm": route.gemm, "n": n, "k": k,
                         "choice": _summary(route),
                         "m": [_rows_of(route, c) for c in timed],
-                        "us": [_latency_us(route, c) for c in timed],
+                        "us": [t and t.latency_us for t in times],
+                        "host_us": [t and t.host and t.host.us for t in times],
                         "why": route.why,
                     }
                 )  # fmt: skip
@@ -512,13 +526,23 @@ class Conversion:
         """Print a table of the choices."""
         from lokakern.render.terminal import print_rows
 
-        rows = [{k: v for k, v in row.items() if k not in ("m", "us")} for row in self.choices]
-        is_forced = isinstance(self._wanted, Forced)
-        why = FORCED if is_forced else f"chosen by times of regime {self.regime}"
-        notes = [f"kernels were {why}"]
+        lists = ("m", "us", "host_us")
+        rows = [{k: v for k, v in row.items() if k not in lists} for row in self.choices]
+        notes = self._reasons()
         notes += [f"{name} is unchanged: {why}" for name, why in self.skipped.items()]
         note = "\n".join(notes)
         print_rows(rows, "table", title=repr(self), note=note)
+
+    def _reasons(self) -> list[str]:
+        """By what kernels were chosen: the regime, and host costs or why there are none."""
+        if isinstance(self._wanted, Forced):
+            return [f"kernels were {FORCED}"]
+        routes = (route for site in self.sites.values() for route in site.routes)
+        hosts = dict.fromkeys(c.table.host for route in routes for c in route.choices)
+        return [
+            f"kernels were chosen by times of regime {self.regime} ({_RUNS[self.regime]})",
+            *(f"host cost: {words}" for words in hosts if words),
+        ]
 
     def _device_for(self, weight: Tensor) -> Device:
         if self._device is not None:
@@ -624,7 +648,8 @@ class Conversion:
                 f"explain: no site {name!r}; expected one of {', '.join(self.sites)}"
             )
         sites = self.sites.values() if name is None else [self.sites[name]]
-        return "\n".join(f"{s.name}: {r.explain()}" for s in sites for r in s.routes)
+        products = [f"{s.name}: {r.explain()}" for s in sites for r in s.routes]
+        return "\n".join([*self._reasons(), *products])
 
     def suite(self, m: Sequence[int], name: str = "model") -> str:
         """Missing measurements of this model as a suite, TOML for ``sweep --suite FILE``.
@@ -692,6 +717,8 @@ class Conversion:
         products = f"{count} of {len(routes)} products quantized"
         if isinstance(self._wanted, Forced):
             words += f", kernels {FORCED}"
+        else:
+            words += f", regime {self.regime}"
         return f"Conversion({len(self.sites)} sites, {products}{words})"
 
 
@@ -803,14 +830,14 @@ def _rows_of(route: Route, choice: Any) -> int:
     return int(problem.k if route.gemm == "grad_weight" else problem.m)
 
 
-def _latency_us(route: Route, choice: Choice) -> float | None:
+def _time_of(route: Route, choice: Choice) -> Time | None:
     """Time of a choice, or of the unquantized kernel where tuning dropped the choice."""
     kernel, table = choice.table.kernel_at(choice.m), choice.table
     is_used = kernel_at(route.text, _rows_of(route, choice))
     if is_used or kernel is None or not kernel.quantizes:
-        return choice.latency_us
+        return choice.pick.time
     plain = next((c.time_at(choice.m) for c in table.candidates if c.name == table.baseline), None)
-    return plain[0].latency_us if plain else None
+    return plain[0] if plain else None
 
 
 def _summary(route: Route) -> str:

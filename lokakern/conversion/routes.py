@@ -80,20 +80,23 @@ class Judge:
         distributions: Distributions of stored errors; None: all realistic ones.
         verdicts: Verdicts whose errors replace stored ones, if any.
         regime: Regime of the times, as of `dispatch`.
+        is_training: Whether host costs are those of training steps.
     """
 
     budget: ErrorBudget | None
     distributions: tuple[str, ...] | None = None
     verdicts: tuple[Verdict, ...] | None = None
     regime: str = COMPILED
+    is_training: bool = False
 
     def candidates(
         self, problem: Problem, gemm: str, device: Device
     ) -> tuple[Table, list[Candidate]]:
         """The table of a problem, and its candidates with the errors of this source."""
         table = dispatcher.table_for(
-            problem, self.budget, self.distributions, device, self.regime, is_choice=False
-        )
+            problem, self.budget, self.distributions, device, self.regime, is_choice=False,
+            is_training=self.is_training,
+        )  # fmt: skip
         if self.verdicts is None:
             return table, list(table.candidates)
         verdict = next((v for v in self.verdicts if v.gemm == gemm), None)
@@ -121,6 +124,7 @@ def routes_of(
         m_range: Smallest and largest m to choose for; None: all measured m.
         forms: Granularities of the weight.
     """
+    judge = replace(judge, is_training=not inference)
     reason = "no budget" if judge.budget is None else ""
     if dispatcher.choices() is not None:
         reason = "choices are frozen, without those of modules"

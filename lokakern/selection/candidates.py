@@ -40,14 +40,53 @@ LIMIT_COLUMNS = {
 
 
 @dataclass(frozen=True, slots=True)
+class HostCost:
+    """The time of the host for one call, see `lokakern.selection.host_cost`.
+
+    Attributes:
+        us: The median.
+        margin_us: Half-width of its 95 % interval.
+        is_assumed: Whether it is that of bfloat16, because this call was not measured.
+    """
+
+    us: float
+    margin_us: float
+    is_assumed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Time:
-    """The median time over runs at one m."""
+    """The median time over runs at one m.
+
+    ``latency_us`` is what choices compare. With a host cost it is the longer of ``gpu_us`` and the
+    time of the host.
+    """
 
     latency_us: float
     margin_us: float
     freshness: str
     run_count: int
     is_verified: bool = True  # measured here, or imported and verified here
+    host: HostCost | None = None
+    _gpu_us: float | None = None  # None without a host cost, where it is latency_us
+
+    @property
+    def gpu_us(self) -> float:
+        """The median time on the GPU."""
+        return self.latency_us if self._gpu_us is None else self._gpu_us
+
+    @property
+    def is_of_host(self) -> bool:
+        """Whether the host takes longer than the GPU."""
+        return self.host is not None and self.host.us > self.gpu_us
+
+    def beside(self, host: HostCost) -> Time:
+        """This time on the GPU, in a step in which the host makes each call."""
+        if host.us <= self.latency_us:
+            return replace(self, host=host, _gpu_us=self.latency_us)
+        return replace(
+            self, latency_us=host.us, margin_us=host.margin_us, host=host, _gpu_us=self.latency_us
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +108,20 @@ class Candidate:
     errors_of_n: int = 0  # the n of the errors, if it is another
     set_aside: tuple[str, ...] = ()  # unverified failures that verified rows refute
     estimated: str = ""  # what the times are made of, if the kernel itself was not timed
+    host: HostCost | None = None  # of a call, if it counts
 
     def time_at(self, m: int) -> tuple[Time, bool] | None:
         """The time at m and whether it is interpolated; None outside the measured range.
+
+        With a host cost, the longer of the times of GPU and host.
+        """
+        found = self._gpu_time_at(m)
+        if found is None or self.host is None:
+            return found
+        return found[0].beside(self.host), found[1]
+
+    def _gpu_time_at(self, m: int) -> tuple[Time, bool] | None:
+        """The time on the GPU.
 
         There is none between two measured m if the kernel failed in between. Interpolation between
         verified times comes before an unverified time at m.

@@ -56,8 +56,26 @@ class Choice:
 
     @property
     def latency_us(self) -> float | None:
-        """The median time in microseconds, measured or interpolated; None if not measured."""
+        """The median time in microseconds, measured or interpolated; None if not measured.
+
+        In the regimes "eager" and "compiled", where host costs are known, it is the longer of
+        `gpu_us` and `host_us`.
+        """
         return self.pick.time.latency_us if self.pick.time else None
+
+    @property
+    def gpu_us(self) -> float | None:
+        """The median time on the GPU in microseconds; None if not measured."""
+        return self.pick.time.gpu_us if self.pick.time else None
+
+    @property
+    def host_us(self) -> float | None:
+        """The median time of the host for a call, in microseconds.
+
+        None in a CUDA graph, and where it was not measured on this class of machines.
+        """
+        time = self.pick.time
+        return time.host.us if time is not None and time.host is not None else None
 
     @property
     def interpolated(self) -> bool:
@@ -108,6 +126,8 @@ class Choice:
         lines = [f"{self.problem} on {table.device.product}{within}: {name}, {how}"]
         if pick.note:
             lines.append(f"  miss: {pick.note}")
+        if table.host:
+            lines.append(f"  host cost: {_host_words(pick, table)}")
         if pick.candidate and pick.candidate.estimated:
             lines.append(f"  time: {pick.candidate.estimated}; the kernel itself was not measured")
         if table.origin is not None:
@@ -154,3 +174,15 @@ class Choice:
         time = "not measured" if self.table.origin is None or self.is_miss else "frozen"
         time = time if self.latency_us is None else f"{self.latency_us:.2f} us"
         return f"Choice({self.kernel!r}, {self.problem}, {time})"
+
+
+def _host_words(pick: Pick, table: Table) -> str:
+    time = pick.time
+    if time is None or time.host is None:
+        return table.host
+    which = "assumed to be that of bf16" if time.host.is_assumed else table.host
+    longer = "host" if time.is_of_host else "GPU"
+    return (
+        f"{time.host.us:.2f} us a call ({which}); {time.gpu_us:.2f} us on the GPU; the longer "
+        f"counts, that of the {longer}"
+    )

@@ -7,6 +7,7 @@ range, so that a warm call is one dict look-up and one bisection.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import threading
@@ -25,6 +26,7 @@ from lokakern.selection.arguments import budget_of, device_of_torch, problem_of
 from lokakern.selection.candidates import Candidate, Evidence, Memory, candidate_of
 from lokakern.selection.choice import Choice as Choice
 from lokakern.selection.frozen.lookup import Choices, Weight
+from lokakern.selection.host_cost import digest_words, host_costs, with_host_costs
 from lokakern.selection.measured_neighbors import measured_instead, sizes_of
 from lokakern.selection.padded_rows import with_padded_rows
 from lokakern.selection.table import LooseTable, Table
@@ -207,8 +209,11 @@ def dispatch(
         device: A product such as "NVIDIA H200", a `torch.device` that is present, or a `Device`;
             None means the local one.
         regime: "graph-cold", "graph-hot" or "eager"; None means graph-cold on GPUs and eager on
-            CPUs, which have no graphs. "compiled" is for a product in a compiled model: times of
-            the default regime, and rows of activations are padded at no cost.
+            CPUs, which have no graphs. "compiled" is for a product in a compiled model without a
+            CUDA graph: times of the default regime, and rows of activations are padded at no cost.
+            In "compiled" and "eager" the host makes each call. If host costs were measured on this
+            class of machines, a kernel takes the longer of its time on the GPU, that of the default
+            regime, and of the host; see `Choice.host_us`.
         problem: Fields of `Problem` that differ from their defaults, such as ``prepared=True`` or
             ``epilogue="bias"``.
 
@@ -315,11 +320,13 @@ def table_for(
     needs: frozenset[str] = frozenset(),
     *,
     is_choice: bool = True,
+    is_training: bool = False,
 ) -> Table:
     """The choices for a problem at every m with the same alignment.
 
     Only kernels with the abilities ``needs`` (`registry.register.NEEDS`) are considered. With
-    ``is_choice`` the chosen kernel is run, and `lokakern.freeze` writes the table.
+    ``is_choice`` the chosen kernel is run, and `lokakern.freeze` writes the table. With
+    ``is_training`` host costs are those of products in training steps.
 
     Raises:
         UnknownNameError: Unknown regime or distribution.
@@ -330,14 +337,17 @@ def table_for(
     m_alignment = alignment_of(problem.m)
     check_regime(regime)
     device = device_named(device)
-    key = (replace(problem, m=0), m_alignment, budget, distributions, device, regime, needs)
+    key = (replace(problem, m=0), m_alignment, budget, distributions, device, regime, needs,
+           is_training)  # fmt: skip
     with _LOCK:
         table = _TABLES.get(key)
         if table is None:
             if len(_TABLES) > _MOST_TABLES:
                 _TABLES.clear()
                 _FORGOTTEN = True
-            table = _TABLES[key] = _build(problem, budget, distributions, device, regime, needs)
+            table = _TABLES[key] = _build(
+                problem, budget, distributions, device, regime, needs, is_training=is_training
+            )
         if is_choice and not table.is_choice:
             table.is_choice = True
             if _CHOICES is not None:
@@ -390,6 +400,15 @@ def check_regime(regime: str | None) -> None:
         raise UnknownNameError(f"regime {regime!r} is unknown; expected one of {', '.join(known)}")
 
 
+def _digest_here(device: Device) -> str:
+    """Digest of the rows, and of the host costs of this machine if there are any."""
+    facts = snapshot()
+    words = digest_words(facts, device)
+    if not words:
+        return facts.keys_digest
+    return hashlib.sha256(f"{facts.keys_digest} {words}".encode()).hexdigest()
+
+
 def _build(
     problem: Problem,
     budget: ErrorBudget | None,
@@ -399,6 +418,8 @@ def _build(
     needs: frozenset[str],
     kind: type[Table] = Table,
     memory: Memory | None = None,
+    *,
+    is_training: bool = False,
 ) -> Table:
     held = choices()
     local = target in devices_here()
@@ -406,7 +427,7 @@ def _build(
         regime = default_regime(target)
     if local:
         rank_agreement.check(
-            target, lambda: str(held) if held else f"snapshot {snapshot().keys_digest}"
+            target, lambda: str(held) if held else f"snapshot {_digest_here(target)}"
         )
     if held is not None:
         judged = distributions or REALISTIC_DISTRIBUTIONS
@@ -425,7 +446,8 @@ def _build(
                     f"expected one of {', '.join(sorted(known))}"
                 )
     cells: dict[str, list[TimingCell]] = {}
-    timed = default_regime(target) if regime == COMPILED else regime
+    costs = host_costs(facts, target, regime, is_local=local)
+    timed = default_regime(target) if regime == COMPILED or costs.by_call else regime
     for cell in facts.timing_cells(target, family_key(problem), timed):
         cells.setdefault(cell.kernel.name, []).append(cell)
     rejected: list[tuple[str, str]] = []
@@ -454,6 +476,7 @@ def _build(
     candidates, padded = with_padded_rows(
         problem, candidates, evidence, timed, is_compiled=regime == COMPILED
     )
+    candidates, host = with_host_costs(candidates, problem, costs, is_training=is_training)
     names = {candidate.name for candidate in candidates}
     rejected = [(name, why) for name, why in rejected if name not in names]
     return kind(
@@ -468,4 +491,5 @@ def _build(
         needs=needs,
         instead=instead,
         padded=padded,
+        host=host,
     )

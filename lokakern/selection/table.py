@@ -82,6 +82,7 @@ class Table:
     misses: list[bool] = field(default_factory=list)
     instead: str = ""  # without candidates: what was measured for the same sizes
     padded: str = ""  # sizes with which rows are aligned, if they are not
+    host: str = ""  # where host costs were measured, or why they do not count
     origin: Origin | None = None  # None if it was computed from databases
     is_choice: bool = False  # whether a kernel was chosen by it, so that `freeze` writes it
     watch: Watch | None = None  # checks the products of `gemm`
@@ -351,8 +352,10 @@ def _unmeasured(name: str, kernel: Kernel | None) -> Candidate:
 
 
 def _us_words(time: Time) -> str:
-    """A time, marked if it is unverified."""
-    return f"{time.latency_us:.2f} us" + ("" if time.is_verified else ", imported and not verified")
+    """A time, marked if it is that of the host, or unverified."""
+    of_host = " of the host" if time.is_of_host else ""
+    unverified = "" if time.is_verified else ", imported and not verified"
+    return f"{time.latency_us:.2f} us{of_host}{unverified}"
 
 
 def _range_words(measured: list[int]) -> str:

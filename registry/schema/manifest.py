@@ -19,7 +19,7 @@ from msgspec import Meta, Struct, structs
 from lokakern.errors import DatabaseError
 from lokakern.registry.schema import row_keys
 from lokakern.registry.schema.records import now_utc_ms
-from lokakern.registry.schema.tables import COLUMNS, TABLES
+from lokakern.registry.schema.tables import COLUMNS, TABLES, tables_of
 from lokakern.registry.sqlite_file import SCHEMA_VERSION
 from lokakern.types import Device, Environment
 from lokakern.version import __version__
@@ -77,7 +77,7 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             ("device", [self.device], device),
             ("environments", self.environments, environment),
             ("kernels", self.kernels, {"name", "digest"}),
-            ("counts", [self.counts], set(TABLES)),
+            ("counts", [self.counts], set(tables_of(self.schema_version))),
         ):
             if any(row.keys() != expected for row in found):
                 raise ValueError(f"{name} must have the fields {', '.join(sorted(expected))}")

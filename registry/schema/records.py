@@ -156,6 +156,31 @@ class TestResultRecord:
         return "ok" if self.passed_count else "nothing"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostCostRecord:
+    """How long the host takes for a call, in us.
+
+    Attributes:
+        cpu: Name of the CPU.
+        regime: "eager" or "compiled".
+        call: What is called, see `lokakern.selection.host_cost`.
+        language: Of the kernel of the GEMM.
+        path: "native", "python", or "torch" of a call of torch alone.
+    """
+
+    cpu: str
+    regime: str
+    call: str
+    language: str
+    path: str
+    host_us_p20: float
+    host_us_p50: float
+    host_us_p80: float
+    round_count: int
+    calls_per_round: int
+    measured_utc_ms: int = field(default_factory=now_utc_ms)
+
+
 def canonical_seeds(seeds: Iterable[int]) -> str:
     """One text for equal sets of seeds: ascending, such as "0,7"; "none" where nothing is drawn."""
     return ",".join(map(str, sorted(set(seeds)))) or "none"

@@ -37,6 +37,7 @@ FACT_IDENTITY: dict[str, tuple[str, ...]] = {
     "timing": ("run", "kernel", "problem", "distribution", "device", "environment", "regime"),
     "accuracy": ("run", "kernel", "problem", "distribution", "architecture", "seed"),
     "test_result": ("run", "kernel", "architecture", "suite"),
+    "host_cost": ("run", "device", "environment", "cpu", "regime", "call", "language", "path"),
 }
 
 

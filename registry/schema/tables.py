@@ -1,13 +1,14 @@
-"""The tables of the benchmark database, schema version 3. Import lazily: this loads SQLAlchemy.
+"""The tables of the benchmark database, schema version 4. Import lazily: this loads SQLAlchemy.
 
 Rows are facts: written once, never updated. A row's key is the SHA-256 of its identity
 (`lokakern.registry.schema.row_keys`), so databases merge by set union. Units are in the names,
 instants are UTC milliseconds, and NULL means "not measured", never 0.
 
-Facts (timings, accuracies, test results) refer to the other tables by ``id``, which means something
-in one file only and is never part of an identity: by key each row would cost 636 bytes instead of
-240. Outside of reader, writer and merging, references are keys. Keys are hex digits everywhere but
-in files since version 3, which hold their bytes (`hex(key)` shows them) and are 15 % smaller.
+Facts (timings, accuracies, test results, host costs) refer to the other tables by ``id``, which
+means something in one file only and is never part of an identity: by key each row would cost 636
+bytes instead of 240. Outside of reader, writer and merging, references are keys. Keys are hex
+digits everywhere but in files since version 3, which hold their bytes (`hex(key)` shows them) and
+are 15 % smaller.
 """
 
 from __future__ import annotations
@@ -35,7 +36,14 @@ from sqlalchemy.dialects.sqlite import REAL
 from sqlalchemy.schema import CreateTable
 from sqlalchemy.types import TypeEngine
 
-from lokakern.registry.sqlite_file import DIMENSIONS, FACTS, SCHEMA_VERSION, STATUSES
+from lokakern.registry.sqlite_file import (
+    DIMENSIONS,
+    FACTS,
+    HOST_PATHS,
+    HOST_REGIMES,
+    SCHEMA_VERSION,
+    STATUSES,
+)
 
 GRADES = ("full", "quick")
 TEST_STATUSES = ("ok", "failed", "nothing")  # "nothing": every test was skipped
@@ -93,7 +101,7 @@ def schema_comment(version: int) -> str:
 def unit_of(column: str) -> str:
     """The unit of a column, from its name; "" if it has none."""
     for end, unit in _UNITS.items():
-        if column.endswith(end) or column.startswith(f"latency{end}_"):
+        if column.endswith(end) or column.startswith((f"latency{end}_", f"host{end}_")):
             return unit
     return ""
 
@@ -104,6 +112,10 @@ def _text(**about: str) -> Columns:
 
 def _whole(**about: str) -> Columns:
     return [Column(name, _WHOLE, nullable=False, doc=doc) for name, doc in about.items()]
+
+
+def _quantity(**about: str) -> Columns:
+    return [Column(name, _REAL, nullable=False, doc=doc) for name, doc in about.items()]
 
 
 def _metrics(kind: TypeEngine[Any], **about: str) -> Iterator[Column[Any]]:
@@ -350,10 +362,43 @@ _TABLES = (
             "measured_utc_ms > 0",
         ),
     ),
+    _table(
+        "host_cost",
+        "How long the host takes for one call of a linear layer, in a model of many: the time of "
+        "calls in a row, without waiting for the GPU.",
+        _references("run", "device", "environment"),
+        _text(
+            cpu="name of the CPU, as the operating system gives it",
+            regime="eager or compiled",
+            call="what is called, such as `bf16`, `prepared`, `unprepared` or `training`",
+            language="of the kernel of the GEMM",
+            path="how it is called: native, python, or torch",
+        ),
+        _whole(round_count="measurements", calls_per_round="calls in each"),
+        _quantity(
+            host_us_p20="host time of a call, 20th percentile",
+            host_us_p50="median",
+            host_us_p80="80th percentile",
+        ),
+        _whole(measured_utc_ms="when"),
+        checks=(
+            _one_of("regime", HOST_REGIMES),
+            _one_of("path", HOST_PATHS),
+            "cpu <> ''",
+            "call <> ''",
+            "language <> ''",
+            "round_count > 0",
+            "calls_per_round > 0",
+            "host_us_p20 > 0",
+            "host_us_p20 <= host_us_p50",
+            "host_us_p50 <= host_us_p80",
+            "measured_utc_ms > 0",
+        ),
+    ),
 )
 TABLES: dict[str, Table] = {table.name: table for table in _TABLES}
 KEYS_IN_BYTES_SINCE = 3  # in files; text before
-ADDED_IN = {"test_result": 2}  # the schema version of tables that version 1 did not have
+ADDED_IN = {"test_result": 2, "host_cost": 4}  # schema versions of tables that version 1 lacks
 COLUMNS: dict[str, tuple[str, ...]] = {  # ids are left out
     name: tuple(column.name for column in table.columns if column.name != "id")
     for name, table in TABLES.items()

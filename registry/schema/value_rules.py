@@ -12,7 +12,7 @@ from sqlalchemy import CheckConstraint, Double, Integer
 
 from lokakern.formats import Granularity
 from lokakern.registry.schema.tables import GRADES, TABLES, TEST_STATUSES
-from lokakern.registry.sqlite_file import STATUSES
+from lokakern.registry.sqlite_file import HOST_PATHS, HOST_REGIMES, STATUSES
 from lokakern.types import REGIMES
 
 EARLIEST_UTC_MS = 1_577_836_800_000  # 2020-01-01: before there was FP8
@@ -24,6 +24,7 @@ MOST = {
     **dict.fromkeys(("compute_units", "memory_gib"), 10**6),
     **dict.fromkeys(("latency_us_p20", "latency_us_p50", "latency_us_p80"), 1e12),  # 12 days
     "clock_mhz": 1e5,
+    **dict.fromkeys(("host_us_p20", "host_us_p50", "host_us_p80"), 1e5),  # 0.1 s a call
 }
 LONGEST = {  # characters; of other texts LONGEST_NAME
     "reason": 500,  # as the writer cuts them
@@ -36,6 +37,8 @@ WORDS: dict[tuple[str, str], tuple[str, ...]] = {
     ("accuracy", "status"): STATUSES,
     ("test_result", "status"): TEST_STATUSES,
     ("timing", "regime"): REGIMES,
+    ("host_cost", "regime"): HOST_REGIMES,
+    ("host_cost", "path"): HOST_PATHS,
     ("kernel", "granularity"): tuple(Granularity),
     ("kernel", "b_granularity"): tuple(Granularity),
 }
@@ -129,7 +132,7 @@ def rules_of(table: str, now_ms: int) -> dict[str, Rule]:
         elif name.endswith("_utc_ms"):
             rules[name] = Rule(int, nullable, EARLIEST_UTC_MS, now_ms + LATEST_AHEAD_MS)
         elif isinstance(column.type, Double):
-            finite = name.startswith(("latency_", "clock_"))  # errors may be infinite
+            finite = name.startswith(("latency_", "clock_", "host_"))  # errors may be infinite
             rules[name] = Rule(float, nullable, most=MOST.get(name, math.inf), finite=finite)
         elif isinstance(column.type, Integer):
             most = MOST.get(name, _BIGGEST)

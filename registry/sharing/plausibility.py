@@ -14,6 +14,7 @@ from lokakern.types import REALISTIC_DISTRIBUTIONS, Device, Problem
 
 _SLACK = 0.9  # a clock or a memory somewhat faster than its data sheet
 _LEAST_GPU_US = 0.3  # a quantizer of 256 x 16, alone in a graph, takes 1.26
+LEAST_HOST_US = 0.3  # of a call that launches something: a launch alone takes 1.5 to 3
 _ROUNDING_SLACK = 0.5  # rows of zeros, and whatever happens to be exact, have no error
 
 

@@ -308,6 +308,8 @@ class _Bounds:
             self._check_times(columns)
         if name == "accuracy":
             self._check_errors(columns)
+        if name == "host_cost":
+            self._check_host_costs(columns)
 
     def _row(self, table: str, number: int) -> dict[str, Any]:
         return dict(zip(COLUMNS[table], self._dimensions[table][number], strict=True))
@@ -332,6 +334,14 @@ class _Bounds:
                 raise _wrong(self._opened, "timing", key, f"latency_us_p20 is {us:g}",
                              f"at least {least:.3g}, which {self.problem(problem)} takes on "
                              f"{self._row('device', device)['product']}")  # fmt: skip
+
+    def _check_host_costs(self, columns: Mapping[str, Sequence[Any]]) -> None:
+        """No call costs the host less than a launch."""
+        least = plausibility.LEAST_HOST_US
+        for us, key in zip(columns["host_us_p20"], columns["key"], strict=True):
+            if us < least:
+                raise _wrong(self._opened, "host_cost", key, f"host_us_p20 is {us:g}",
+                             f"at least {least:g}, which no launch undercuts")  # fmt: skip
 
     def _check_errors(self, columns: Mapping[str, Sequence[Any]]) -> None:
         """No error is smaller than rounding leaves, nor its upper limit than the error."""

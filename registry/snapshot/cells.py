@@ -70,6 +70,29 @@ class AccuracyCell:
 
 
 @dataclass(frozen=True, slots=True)
+class HostCostCell:
+    """How long the host takes for a call, in us.
+
+    ``torch`` is a version; ``tier`` is as in `TimingCell`. The other fields are those of
+    `lokakern.registry.schema.records.HostCostRecord`.
+    """
+
+    cpu: str
+    torch: str
+    regime: str
+    call: str
+    language: str
+    path: str
+    host_us_p20: float
+    host_us_p50: float
+    host_us_p80: float
+    round_count: int
+    run: str
+    started_utc_ms: int
+    tier: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class TestResultCell:
     """How the tests of one module (`suite`) ended for a kernel on GPUs of an architecture.
 

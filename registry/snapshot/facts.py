@@ -28,9 +28,10 @@ from lokakern.registry.quarantine import key_array, places_of
 from lokakern.registry.sqlite_file import (
     DIMENSIONS,
     FACTS,
+    HOST_COST_COLUMNS,
     KEY_BYTES,
     REMAKE,
-    SCHEMA_DIGEST,
+    SCHEMA_DIGESTS,
     SCHEMA_VERSION,
     TABLE_NAMES,
     check_header,
@@ -59,7 +60,7 @@ os.register_at_fork(
 
 
 def image_of(source: Source) -> Image:
-    """The rows of a database: of a file of the present schema version as its copy in memory.
+    """The rows of a database: of a file of schema version 3 or 4 as its copy in memory.
 
     Others (older files, servers) are read row by row.
 
@@ -68,7 +69,8 @@ def image_of(source: Source) -> Image:
     """
     is_file = isinstance(source, Path) or ("://" not in str(source) and "\0" not in str(source))
     path = Path(str(source))
-    if is_file and check_header(path, shown(path)) == SCHEMA_VERSION:
+    version = check_header(path, shown(path)) if is_file else 0
+    if version in SCHEMA_DIGESTS:
 
         def copy() -> sqlite3.Connection:
             memory = _new_memory()
@@ -77,7 +79,12 @@ def image_of(source: Source) -> Image:
             return memory
 
         connection = _asked(shown(path), copy)
-        if schema_digest(connection) == SCHEMA_DIGEST:
+        if schema_digest(connection) == SCHEMA_DIGESTS[version]:
+            if version < SCHEMA_VERSION:
+                others = ", ".join(HOST_COST_COLUMNS[1:])
+                connection.execute(
+                    f"CREATE TABLE host_cost (key BLOB PRIMARY KEY, {others}) WITHOUT ROWID"
+                )
             return Image(connection, shown(path))
         connection.close()
     from lokakern.registry.storage.reader import read_rows, resolve

@@ -27,7 +27,12 @@ from lokakern.errors import DatabaseError, DeviceError
 from lokakern.registry.quarantine import key_array
 from lokakern.registry.schema import row_keys
 from lokakern.registry.schema.records import DistributionRow, KernelRow
-from lokakern.registry.snapshot.cells import AccuracyCell, TestResultCell, TimingCell
+from lokakern.registry.snapshot.cells import (
+    AccuracyCell,
+    HostCostCell,
+    TestResultCell,
+    TimingCell,
+)
 from lokakern.registry.snapshot.facts import Facts, Row, image_of_rows
 from lokakern.registry.sqlite_file import FACTS, STATUSES
 from lokakern.registry.staleness import is_current
@@ -481,6 +486,25 @@ class Snapshot:
             key=lambda c: (
                 c.kernel.name, c.architecture, c.suite, c.started_utc_ms, c.measured_utc_ms, c.run,
                 c.kernel.digest,
+            ),
+        )  # fmt: skip
+
+    @cached_property
+    def host_costs(self) -> list[HostCostCell]:
+        """Host costs of calls on every CPU, by CPU, kind of call and time."""
+        found = []
+        for values in self._facts.rows("host_cost"):
+            row = dict(zip(self._columns["host_cost"], values, strict=True))
+            row |= {
+                "torch": self._entity(Environment, row["environment"]).torch,
+                "started_utc_ms": self._runs[row["run"]]["started_utc_ms"],
+                "tier": self._tier("host_cost", row["key"]),
+            }
+            found.append(HostCostCell(**{name: row[name] for name in HostCostCell.__slots__}))
+        return sorted(
+            found,
+            key=lambda c: (
+                c.cpu, c.regime, c.call, c.language, c.path, c.started_utc_ms, c.run, c.torch,
             ),
         )  # fmt: skip
 

@@ -45,6 +45,7 @@ from lokakern.registry.sqlite_file import (
 # Every row of a database: by table, tuples in the order of `tables.COLUMNS`, references as keys.
 Rows = dict[str, list[tuple[Any, ...]]]
 Source = str | Path | URL
+_DIGEST_VERSION = 3  # of the tables that a digest names also where they are empty
 
 
 def resolve(source: Source) -> Path | URL:
@@ -267,18 +268,23 @@ def is_there(source: Source) -> bool:
 def rows_digest(rows: Rows) -> str:
     """SHA-256, in hex, of rows sorted by key: equal content, equal digest, whatever the file.
 
-    The rows are those of the present schema version, whichever version the file has.
+    The rows are those of the present schema version, whichever version the file has. A table that
+    came after version 3 counts only if it has rows, so that older files keep their digest.
     """
     return sorted_digest({name: by_key(found) for name, found in rows.items()})
 
 
 def sorted_digest(rows: Mapping[str, Iterable[tuple[Any, ...]]]) -> str:
     """`rows_digest` of rows that come sorted by key."""
-    digest = hashlib.sha256(f"lokakern {SCHEMA_VERSION}\n".encode())
+    digest = hashlib.sha256(f"lokakern {_DIGEST_VERSION}\n".encode())
     for name in sorted(rows):
-        digest.update(f"{name}\n".encode())
+        heading = f"{name}\n".encode()
+        if name in tables_of(_DIGEST_VERSION):
+            digest.update(heading)
+            heading = b""
         for row in rows[name]:
-            digest.update(repr(row).encode("utf-8", "surrogatepass"))
+            digest.update(heading + repr(row).encode("utf-8", "surrogatepass"))
+            heading = b""
     return digest.hexdigest()
 
 

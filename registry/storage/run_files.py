@@ -24,6 +24,7 @@ from lokakern.registry.schema import row_keys
 from lokakern.registry.schema.records import (
     AccuracyRecord,
     DistributionRow,
+    HostCostRecord,
     KernelRow,
     TestResultRecord,
     TimingRecord,
@@ -209,6 +210,19 @@ class RunFile:
         row = {"architecture": architecture, "suite": suite, "status": record.status}
         return self._add("test_result", (kernel, environment), {**row, **asdict(record)})
 
+    def add_host_cost(
+        self, device: Device, environment: Environment, record: HostCostRecord
+    ) -> str:
+        """Write how long the host takes for a call; committed when this returns.
+
+        Returns:
+            The row's key.
+
+        Raises:
+            DatabaseError: A value is impossible, or this run has measured the same already.
+        """
+        return self._add("host_cost", (device, environment), asdict(record))
+
     def _add(
         self, name: str, entities: Iterable[Kernel | row_keys.Entity], row: dict[str, Any]
     ) -> str:
@@ -249,7 +263,7 @@ class RunFile:
                     f"in {shown(self.path)}, which the next sweep collects"
                 )
             raise DatabaseError(
-                f"run {self.run}: {name} row {key} ({row['status']}) {words}"
+                f"run {self.run}: {name} row {key} ({row.get('status', 'ok')}) {words}"
             ) from error
         self._ids = ids
         return key

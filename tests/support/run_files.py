@@ -16,6 +16,7 @@ from lokakern.registry.schema import row_keys, tables
 from lokakern.registry.schema.records import (
     AccuracyRecord,
     DistributionRow,
+    HostCostRecord,
     KernelRow,
     TestResultRecord,
     TimingRecord,
@@ -27,7 +28,7 @@ from lokakern.types import Device, Environment, Format, Layout, Operand, Problem
 
 FIXTURES = {
     version: Path(__file__).parents[1] / "fixtures" / f"schema_v{version}.sqlite"
-    for version in (1, 2, 3)
+    for version in (1, 2, 3, 4)
 }
 DEVICE = Device("nvidia", "NVIDIA H200", "sm_90", 132, 141)
 ENVIRONMENT = Environment(driver="570.1", torch="2.9.0", power_cap_w="700")
@@ -75,6 +76,21 @@ TESTED = TestResultRecord(
 )
 
 
+HOST_COST = HostCostRecord(
+    cpu="AMD EPYC 9654 96-Core Processor",
+    regime="eager",
+    call="bf16",
+    language="torch",
+    path="torch",
+    host_us_p20=12.0,
+    host_us_p50=12.5,
+    host_us_p80=13.25,
+    round_count=40,
+    calls_per_round=20,
+    measured_utc_ms=1_700_000_000_003,
+)
+
+
 def begin(database: Path | str, **changes: Any) -> RunFile:
     given = {"suite": "lrm", "command": "pytest", "harness_digest": "h"} | changes
     return RunFile.create(database, **given)
@@ -118,7 +134,7 @@ def small_rows() -> Rows:
         "distribution": [row_keys.row_of(X1)],
         "run": [run],
     }
-    facts: dict[str, list[dict[str, Any]]] = {"timing": [], "accuracy": [], "test_result": []}
+    facts: dict[str, list[dict[str, Any]]] = {name: [] for name in tables.FACTS}
     for i, parts in enumerate(itertools.product(*dimensions.values())):
         row = {name: part["key"] for name, part in zip(dimensions, parts, strict=True)}
         record: Any = OK if i else TimingRecord(status="timeout", reason="60 s", measured_utc_ms=1)
@@ -133,6 +149,9 @@ def small_rows() -> Rows:
         row |= {"architecture": "sm_90", "environment": dimensions["environment"][0]["key"]}
         row |= {**dataclasses.asdict(failed), "status": failed.status}
         facts["test_result"].append({"key": row_keys.row_key("test_result", row), **row})
+    row = {name: dimensions[name][0]["key"] for name in ("run", "device", "environment")}
+    row |= dataclasses.asdict(HOST_COST)
+    facts["host_cost"].append({"key": row_keys.row_key("host_cost", row), **row})
     return {
         name: [tuple(row[column] for column in tables.COLUMNS[name]) for row in rows]
         for name, rows in {**dimensions, **facts}.items()

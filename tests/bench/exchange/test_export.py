@@ -24,6 +24,7 @@ from lokakern.registry.storage.run_files import RunFile
 from lokakern.selection import dispatcher
 from lokakern.types import Device, Environment, ErrorBudget
 from lokakern.workloads.suites import SUITES
+from tests.support.run_files import HOST_COST
 
 H200 = "NVIDIA H200"
 OK = TimingRecord(
@@ -58,6 +59,7 @@ def with_more(path: Path, device: Device) -> Path:
                            "graph-cold", OK)  # fmt: skip
         result = TestResultRecord(seeds="0", passed_count=1, failed_count=0, skipped_count=0)
         run.add_test_result(KernelRow.of(kernel), other.architecture, "t", Environment(), result)
+        run.add_host_cost(device, Environment(), HOST_COST)
     return path
 
 
@@ -67,8 +69,9 @@ def as_they_are_now(rows: Rows) -> dict[str, int]:
         row[0] for row in rows["kernel"]
         if is_current(from_row(KernelRow, dict(zip(COLUMNS["kernel"], row, strict=True))))
     }  # fmt: skip
-    place = {name: COLUMNS[name].index("kernel") for name in FACTS}
-    return {name: sum(row[place[name]] in fresh for row in rows[name]) for name in FACTS}
+    place = {name: COLUMNS[name].index("kernel") for name in FACTS if name != "host_cost"}
+    found = {name: sum(row[place[name]] in fresh for row in rows[name]) for name in place}
+    return found | {"host_cost": len(rows["host_cost"])}
 
 
 @pytest.fixture(scope="module")
@@ -88,12 +91,13 @@ def test_an_export_keeps_current_rows_unchanged(
 ) -> None:
     target, left_out = exported
     before, after = read_rows(shipped), read_rows(target)
-    assert {name: len(after[name]) for name in FACTS} == as_they_are_now(before)
-    for name in after:
+    more = {"host_cost": 1}  # of the other file
+    assert {name: len(after[name]) for name in FACTS} == as_they_are_now(before) | more
+    for name in before.keys() - {"host_cost", "run", "environment"}:
         assert set(after[name]) <= set(before[name])
     stale = {name: len(before[name]) - len(after[name]) for name in FACTS}
     assert left_out == {"timing": stale["timing"] + 2, "accuracy": stale["accuracy"],
-                        "test_result": stale["test_result"] + 1}  # fmt: skip
+                        "test_result": stale["test_result"] + 1, "host_cost": 0}  # fmt: skip
     for name in FACTS:
         for place, table in REFERENCES[name].items():
             assert {row[place] for row in after[name]} <= {row[0] for row in after[table]}
@@ -142,6 +146,6 @@ def test_nothing_to_ship_is_an_error(device: Device, tmp_path: Path) -> None:
 
 def test_an_export_has_no_rows_of_other_devices(device: Device, tmp_path: Path) -> None:
     rows = read_rows(with_more(tmp_path / "more.sqlite", device))
-    assert [len(current_rows(rows, device)[name]) for name in FACTS] == [0, 0, 0]
+    assert [len(current_rows(rows, device)[name]) for name in FACTS] == [0, 0, 0, 1]
     other = Device("nvidia", "another GPU", "sm_100", 1, 1)
-    assert [len(current_rows(rows, other)[name]) for name in FACTS] == [1, 0, 1]
+    assert [len(current_rows(rows, other)[name]) for name in FACTS] == [1, 0, 1, 0]

@@ -83,7 +83,8 @@ def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str,
 def test_an_import_adds_new_rows(file: Path, target: Path) -> None:
     before = read_rows(target)
     report = import_file(file, target, trusted=True)
-    assert report.added == {**NOTHING, "run": 1, "timing": 8, "accuracy": 8, "test_result": 2}
+    assert report.added == {**NOTHING, "run": 1, "timing": 8, "accuracy": 8, "test_result": 2,
+                            "host_cost": 1}  # fmt: skip
     assert report.known["problem"] == 2 and report.left_out == NOTHING
     assert report.changed_kernels == ("cuda.gemm_row", "torch.bf16")
     rows, brought = read_rows(target), read_rows(file)
@@ -99,12 +100,12 @@ def test_an_import_adds_new_rows(file: Path, target: Path) -> None:
 
 def test_unreferenced_rows_are_left_out(tmp_path: Path, target: Path) -> None:
     rows = base_rows()
-    write_file(tmp_path / "few.sqlite", {**rows, "accuracy": [], "test_result": [],
+    write_file(tmp_path / "few.sqlite", {**rows, "accuracy": [], "test_result": [], "host_cost": [],
                                          "timing": rows["timing"][:1]})  # fmt: skip
     report = import_file(tmp_path / "few.sqlite", tmp_path / "new.sqlite", trusted=True)
     assert report.left_out == {**NOTHING, "device": 1, "kernel": 1, "problem": 1}
     assert {name: len(found) for name, found in read_rows(tmp_path / "new.sqlite").items()} == {
-        **dict.fromkeys(TABLES, 1), "accuracy": 0, "test_result": 0,
+        **dict.fromkeys(TABLES, 1), "accuracy": 0, "test_result": 0, "host_cost": 0,
     }  # fmt: skip
 
 
@@ -185,7 +186,7 @@ def test_a_manifest_describes_the_content_of_the_file(exported: Path, tmp_path: 
     [
         ({"sha256": "0" * 64}, "sha256 is .*; expected 000.*, as its manifest says"),
         ({"bytes": 1}, "bytes is [0-9]+; expected 1,"),
-        ({"schema_version": 2}, "schema_version is 3; expected 2"),
+        ({"schema_version": 5}, "schema_version is 4; expected 5"),
         ({"counts": {**NOTHING, "timing": 5}}, "counts of .* is"),
         ({"counts": {"timing": 5}}, "counts must have the fields accuracy, .* timing"),
         ({"format": "lokakern manifest 2"}, "Invalid enum value .*format"),
@@ -261,7 +262,9 @@ def test_a_url_is_downloaded_and_imported(
         "import", f"{served}/{file.name}", "--sha256", sha256_of(file), "--into", into
     )
     assert (code, out) == (0, "")
-    assert "8 timing, 8 accuracy, 2 test_result; there already: nothing; left out" in err
+    assert (
+        "8 timing, 8 accuracy, 2 test_result, 1 host_cost; there already: nothing; left out" in err
+    )
     assert "count with caution until `verify`" in err and not into.exists()
     (quarantined,) = quarantined_files(into)
     assert quarantined.tier is Tier.UNVERIFIED and read_rows(quarantined.path) == read_rows(file)

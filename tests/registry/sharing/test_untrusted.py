@@ -145,6 +145,16 @@ def test_an_edited_schema_is_refused(folder: Path, statement: str) -> None:
             "failed_count = 1 - failed_count",
             "expected .status = '(failed|ok)'. = .failed_count",
         ),
+        ("host_cost", "host_us_p50 = 1e999", "host_us_p50 is inf; expected a number of at most 1"),
+        ("host_cost", "host_us_p80 = 2e5", "host_us_p80 is 200000.0; expected a number of at mo"),
+        ("host_cost", "host_us_p20 = 0.1", "host_us_p20 is 0.1; expected at least 0.3, which no"),
+        ("host_cost", "host_us_p20 = 1e3", "constraint; expected host_us_p20 <= host_us_p50"),
+        ("host_cost", "host_us_p50 = NULL", "host_us_p50 is None; expected a number"),
+        ("host_cost", "round_count = 0", "constraint; expected round_count > 0"),
+        ("host_cost", "regime = 'graph-cold'", "regime is 'graph-cold'; expected one of comp"),
+        ("host_cost", "path = ''", "path is ''; expected one of native, python, torch"),
+        ("host_cost", "cpu = 'a' || char(27)", "cpu is 'a.x1b'; expected text of at most 1000"),
+        ("host_cost", "call = 'training'", "it does not have the key of its content"),
         ("problem", "m = 7", "it does not have the key of its content"),
         ("kernel", "granularity = 'x'", "granularity is 'x'; expected one of"),
         ("run", "grade = 'best'", "grade is 'best'; expected one of full, quick"),
@@ -232,6 +242,7 @@ def test_every_released_version_is_imported(tmp_path: Path, version: int) -> Non
     before = path.read_bytes()
     report = import_file(path, target, trusted=True)
     assert report.added["timing"] == 8 and report.added["test_result"] == (2 if version > 1 else 0)
+    assert report.added["host_cost"] == (version > 3)
     assert path.read_bytes() == before, "never migrated in place"
     assert read_rows(target) == read_foreign(path)
 

@@ -35,6 +35,7 @@ from lokakern.registry.storage.writer import write_file
 from lokakern.selection import dispatcher
 from lokakern.types import REGIMES
 from tests.benchmarks.many_rows import write_many
+from tests.support.run_files import FIXTURES
 
 (SHIPPED,) = shipped_databases()
 PROBLEM = ("gemm", (32768, 2048, 2048), 0.06)
@@ -53,10 +54,13 @@ def same(a: Any, b: Any) -> bool:
 def test_constants_for_reading_agree_with_the_models() -> None:
     """A new schema changes these constants, and may not be forgotten here."""
     assert tuple(tables.TABLES) == sqlite_file.TABLE_NAMES
-    with contextlib.closing(sqlite3.connect(":memory:")) as connection:
-        for statement in tables.sqlite_statements():
-            connection.execute(statement)
-        assert sqlite_file.schema_digest(connection) == sqlite_file.SCHEMA_DIGEST
+    assert tables.COLUMNS["host_cost"] == sqlite_file.HOST_COST_COLUMNS
+    assert max(sqlite_file.SCHEMA_DIGESTS) == sqlite_file.SCHEMA_VERSION
+    for version, digest in sqlite_file.SCHEMA_DIGESTS.items():
+        with contextlib.closing(sqlite3.connect(":memory:")) as connection:
+            for statement in tables.sqlite_statements(version):
+                connection.execute(statement)
+            assert sqlite_file.schema_digest(connection) == digest
     stored = image_of(SHIPPED)
     assert isinstance(stored, Image) and stored.columns == tables.COLUMNS
 
@@ -238,8 +242,8 @@ def test_contradictory_rows_are_removed_from_both_sources(
     [
         (["UPDATE timing SET problem = 99"], "timing row refers to problem 99, which is not there"),
         (["UPDATE timing SET key = CAST(key || key AS BLOB)"], "timing rows are not of 32 bytes"),
-        (["ALTER TABLE timing DROP COLUMN timer"], "does not have the schema of version 3"),
-        (["CREATE VIEW v AS SELECT 1"], "does not have the schema of version 3"),
+        (["ALTER TABLE timing DROP COLUMN timer"], "does not have the schema of version 4"),
+        (["CREATE VIEW v AS SELECT 1"], "does not have the schema of version 4"),
     ],
 )  # fmt: skip
 def test_edited_files_are_refused_at_load(small: Path, statements: list[str], words: str) -> None:
@@ -413,3 +417,14 @@ def test_memory_is_given_back() -> None:
             connection.execute("SELECT 1")
     finally:
         gc.enable()
+
+
+def test_a_file_of_version_3_is_copied_with_an_empty_table() -> None:
+    """The shipped file need not be read row by row because a table was added."""
+    image = image_of(FIXTURES[3])
+    assert image.columns == image_of(FIXTURES[4]).columns == tables.COLUMNS
+    assert image.count("host_cost") == 0 and image_of(FIXTURES[4]).count("host_cost") == 1
+    assert load_snapshot([FIXTURES[3]]).digest == database_digest(FIXTURES[3])
+    both = load_snapshot([FIXTURES[3], FIXTURES[4]])
+    assert both.digest == database_digest(FIXTURES[4])
+    assert [cell.call for cell in both.host_costs] == ["bf16"]

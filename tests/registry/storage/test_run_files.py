@@ -526,7 +526,7 @@ def test_an_older_server_is_read_and_not_written(
     with engine.connect() as connection:
         assert check_server(connection) == 1
     before = path.read_bytes()
-    with pytest.raises(DatabaseError, match="has schema version 1; merges write version 3"):
+    with pytest.raises(DatabaseError, match="has schema version 1; merges write version 4"):
         insert_missing(engine, rows_of([(0, 1, 0)]))
     assert path.read_bytes() == before
 
@@ -544,8 +544,12 @@ def test_released_schema_versions_stay_readable() -> None:
     """A fixture of every released version stays."""
     assert set(VERSIONS) == set(FIXTURES), "add a fixture for the new version"
     present = {name: sorted(rows) for name, rows in small_rows().items()}
+    assert read_rows(FIXTURES[4]) == present
+    present["host_cost"] = []
+    present["device"].sort()
     assert read_rows(FIXTURES[3]) == read_rows(FIXTURES[2]) == present
     assert read_rows(FIXTURES[1]) == {**present, "test_result": []}
+    assert database_digest(FIXTURES[4]) != database_digest(FIXTURES[3])
     assert database_digest(FIXTURES[3]) == database_digest(FIXTURES[2])
     assert [database_digest(FIXTURES[version]) for version in (1, 2)] == [
         "a4f50d6b665c72afc699aab955a83b882537c9efe6c02baf3dee84443b297a74",
@@ -585,7 +589,7 @@ def test_an_older_file_merges_into_one_of_the_present_version(database: Path) ->
         "test_result": 2,
     }
     with open_readonly(database) as connection:
-        assert connection.execute("PRAGMA user_version").fetchone() == (3,)
+        assert connection.execute("PRAGMA user_version").fetchone() == (4,)
     assert len(rows_as_dicts(database, "timing")) == len(small_rows()["timing"]) + 1
 
 
@@ -620,7 +624,7 @@ def refused(path: Path, words: str) -> None:
 @pytest.mark.parametrize(
     ("statement", "words"),
     [
-        ("PRAGMA user_version = 4", "schema version 4.*reads 1, 2, 3; install a newer"),
+        ("PRAGMA user_version = 5", "schema version 5.*reads 1, 2, 3, 4; install a newer"),
         ("PRAGMA user_version = 0", "schema version 0"),
         ("PRAGMA user_version = 2", "schema of version 2: accuracy is .*BLOB.*; expected .*TEXT"),
         ("PRAGMA application_id = 7", "application id 0x7; expected 0x4c4f4b41"),
@@ -628,7 +632,9 @@ def refused(path: Path, words: str) -> None:
         ("ALTER TABLE timing DROP COLUMN timer", "timing is .*; expected"),
         ("ALTER TABLE timing ADD COLUMN note TEXT", "timing is .*note"),
         ("DROP TABLE accuracy", "accuracy is missing"),
-        ("DROP TABLE test_result", "schema of version 3: test_result is missing"),
+        ("DROP TABLE test_result", "schema of version 4: test_result is missing"),
+        ("DROP TABLE host_cost", "schema of version 4: host_cost is missing"),
+        ("PRAGMA user_version = 3", "host_cost is there, a table; expected nothing of that name"),
         ("CREATE TABLE extra (x)", "extra is .*nothing of that name"),
         ("CREATE VIEW endless AS WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x FROM c) "
          "SELECT x FROM c", "endless is .*view"),
