@@ -1,16 +1,19 @@
 // The usual eager call of a converted layer, and its gradients, without Python's own work.
 //
-// `lokakern.nn.linear.Linear.forward` asks here first. Where anything is unusual (another dtype, a
-// subclass, a transform, a static scale, ...) the answer is None, and Python makes the call.
+// `lokakern.nn.linear.Linear.forward` asks here first: bfloat16 operands, or those that autocast
+// casts to it. Where anything is unusual (another dtype, a subclass, a transform, a static scale,
+// ...) the answer is None, and Python makes the call.
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/linear.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/jit/frontend/tracer.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/csrc/utils/python_strings.h>
 
+#include <algorithm>
 #include <map>
 
 #include "layer.h"
@@ -21,7 +24,7 @@ namespace {
 
 // A product's route, and at which m it has a kernel; see `lokakern.nn.routed_matmul`.
 struct Route {
-  c10::IValue text;
+  c10::IValue text, scales;  // scales: granularity of the right operand
   bool is_plain = false, is_checked = false;
   std::array<std::vector<std::pair<int64_t, bool>>, 2> starts;  // m that 16 divides, and others
 
@@ -46,6 +49,7 @@ Routes read_routes(pybind11::handle described) {
         item.cast<std::tuple<std::string, bool,
                              std::array<std::vector<std::pair<int64_t, bool>>, 2>>>();
     route.text = text;
+    route.scales = text.substr(0, text.find(';'));
     route.is_plain = text.empty();
     route.is_checked = is_checked;
     route.starts = starts;
@@ -87,14 +91,18 @@ c10::IValue activator_of(PyObject* activating, const Routes* routes, int64_t m, 
   return (*known)[key] = name.empty() ? c10::IValue() : c10::IValue(name);
 }
 
-at::Tensor run_op(const char* name, std::initializer_list<c10::IValue> arguments) {
+torch::jit::Stack results_of(const char* name, std::initializer_list<c10::IValue> arguments) {
   const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
   torch::jit::Stack stack(arguments);
   if (has_no_modes())
     replay_op(op, stack);
   else  // a backward pass may have modes that the forward pass did not have
     op.callBoxed(stack);
-  return stack[0].toTensor();
+  return stack;
+}
+
+at::Tensor run_op(const char* name, std::initializer_list<c10::IValue> arguments) {
+  return results_of(name, arguments)[0].toTensor();
 }
 
 at::Tensor multiply(const at::Tensor& a, const c10::IValue& b, const c10::IValue& data,
@@ -103,17 +111,52 @@ at::Tensor multiply(const at::Tensor& a, const c10::IValue& b, const c10::IValue
                  {a, b, data, scale, bias, route.text, {}, {}, std::string(), false});
 }
 
-// As `RoutedLinear` in Python, for bfloat16 operands.
+c10::IValue value_of(const at::Tensor& x) { return x.defined() ? c10::IValue(x) : c10::IValue(); }
+
+// Raises what Python raises about a weight that changed since the forward pass.
+void check_unchanged(const at::Tensor& weight, int64_t version) {
+  if (version < 0 || static_cast<int64_t>(weight._version()) == version) return;
+  const pybind11::gil_scoped_acquire python;
+  try {
+    pybind11::module_::import("lokakern.nn.routed_matmul").attr("unchanged")(weight, version);
+    return;
+  } catch (pybind11::error_already_set& error) {
+    error.restore();
+  }
+  python_error raised;  // which the backward pass of another thread may carry
+  raised.persist();
+  throw raised;
+}
+
+// As `RoutedLinear` in Python, for a bfloat16 x and a weight in bfloat16 or float32.
 struct RoutedLinear : torch::autograd::Function<RoutedLinear> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x,
                             const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                             const Routes* routes) {
-    context->save_for_backward({x, weight});
+    const Route &to_output = (*routes)[0], &to_input = (*routes)[1];
+    at::Tensor kept = weight, turned, turned_scale;
+    if (weight.scalar_type() != at::kBFloat16) {  // it may change before the backward pass
+      if (to_input.is_plain) {
+        kept = weight.to(at::kBFloat16);
+      } else if (x.requires_grad() && to_input.quantizes_at(x.size(0))) {
+        const auto found = results_of("lokakern::quantize_weight",
+                                      {weight.detach().t(), to_input.scales});
+        turned = found[0].toTensor();
+        turned_scale = found[1].toTensor();
+        kept = at::Tensor();
+      }
+    }
+    context->save_for_backward({x, kept, turned, turned_scale});
     context->saved_data["routes"] = reinterpret_cast<int64_t>(routes);
     context->saved_data["has_bias"] = bias.has_value();
-    const Route& route = (*routes)[0];
-    if (route.is_plain) return at::linear(x, weight, bias);
-    return multiply(x, weight.t(), {}, {}, bias, route);
+    if (!kept.is_same(weight)) {
+      context->saved_data["given"] = weight;
+      context->saved_data["version"] =
+          weight.is_inference() ? int64_t{-1} : static_cast<int64_t>(weight._version());
+    }
+    const at::Tensor& read = kept.defined() ? kept : weight;
+    if (to_output.is_plain) return at::linear(x, read.to(at::kBFloat16), bias);
+    return multiply(x, read.t(), {}, {}, bias, to_output);
   }
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
@@ -124,9 +167,13 @@ struct RoutedLinear : torch::autograd::Function<RoutedLinear> {
     if (!grad.defined()) return {to_x, to_weight, to_bias, {}};
     const auto* routes = reinterpret_cast<const Routes*>(context->saved_data["routes"].toInt());
     const bool has_bias = context->saved_data["has_bias"].toBool();  // none has no edge
+    const auto found = context->saved_data.find("given");
+    const bool is_given = found != context->saved_data.end();
+    const at::Tensor given = is_given ? found->second.toTensor() : weight;
     if (c10::GradMode::is_enabled()) {  // to be differentiated again: unquantized, in torch's order
-      if (context->needs_input_grad(0)) to_x = grad.mm(weight);
-      if (context->needs_input_grad(1)) to_weight = grad.t().mm(x);
+      if (is_given) check_unchanged(given, context->saved_data["version"].toInt());
+      if (context->needs_input_grad(0)) to_x = grad.mm(given.to(at::kBFloat16));
+      if (context->needs_input_grad(1)) to_weight = grad.t().mm(x).to(given.scalar_type());
       if (has_bias && context->needs_input_grad(2)) to_bias = grad.sum(0);
       return {to_x, to_weight, to_bias, {}};
     }
@@ -134,10 +181,13 @@ struct RoutedLinear : torch::autograd::Function<RoutedLinear> {
       const Route& route = (*routes)[2];
       to_weight = route.is_plain ? grad.t().mm(x)
                                  : run_op("lokakern::weight_gradient", {grad, x, route.text});
+      to_weight = to_weight.to(given.scalar_type());
     }
     if (context->needs_input_grad(0)) {
       const Route& route = (*routes)[1];
-      to_x = route.is_plain ? grad.mm(weight) : multiply(grad, weight, {}, {}, {}, route);
+      to_x = route.is_plain ? grad.mm(weight)
+                            : multiply(grad, value_of(weight), value_of(saved[2]),
+                                       value_of(saved[3]), {}, route);
     }
     if (has_bias && context->needs_input_grad(2)) to_bias = grad.sum(0);
     return {to_x, to_weight, to_bias, {}};
@@ -147,18 +197,26 @@ struct RoutedLinear : torch::autograd::Function<RoutedLinear> {
 bool is_usual(const at::Tensor& x, const at::Tensor& like) {
   static thread_local Words words;
   words.clear();
-  return x.scalar_type() == at::kBFloat16 && x.device() == like.device() &&
-         add_tensor(x, {}, words);
+  return x.device() == like.device() && add_tensor(x, {}, words);
 }
 
 // Nothing between torch's operators and their kernels that a layer has to know of.
-bool is_usual_state(const at::Tensor& x) {
-  if (!has_no_modes() || at::impl::torch_function_mode_enabled() ||
-      torch::jit::tracer::isTracing())
-    return false;
+bool is_usual_state() {
+  return has_no_modes() && !at::impl::torch_function_mode_enabled() &&
+         !torch::jit::tracer::isTracing();
+}
+
+// Whether the operands are multiplied in bfloat16, see `_fits` in Python; no float16 weights.
+bool fits(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
   const auto device = x.device().type();
-  return !at::autocast::is_autocast_enabled(device) ||
-         at::autocast::get_autocast_dtype(device) == at::kBFloat16;
+  const bool is_cast = at::autocast::is_autocast_enabled(device);
+  if (is_cast && at::autocast::get_autocast_dtype(device) != at::kBFloat16) return false;
+  const auto has = [&](const at::Tensor& tensor, auto... others) {
+    const auto dtype = tensor.scalar_type();
+    return dtype == at::kBFloat16 || (is_cast && (... || (dtype == others)));
+  };
+  return has(x, at::kFloat, at::kHalf) && has(weight, at::kFloat) &&
+         (!bias || has(*bias, at::kFloat, at::kHalf));
 }
 
 PyObject* item(PyObject* dict, PyObject* name) {
@@ -175,15 +233,15 @@ std::optional<at::Tensor> tensor_in(PyObject* object) {
 
 struct Names {
   PyObject *parameters, *buffers, *weight, *bias, *fp8_data, *fp8_views, *held, *plan, *kept,
-      *gathered;
+      *gathered, *has_parameter;
 };
 
 const Names& names() {
   static const Names made = [] {
     const auto name = [](const char* text) { return PyUnicode_InternFromString(text); };
-    return Names{name("_parameters"), name("_buffers"), name("weight"),   name("bias"),
-                 name("fp8_data"),    name("_fp8_views"), name("held_weight"), name("_plan"),  name("_kept"),
-                 name("_gathered")};
+    return Names{name("_parameters"), name("_buffers"),     name("weight"), name("bias"),
+                 name("fp8_data"),    name("_fp8_views"),   name("held_weight"), name("_plan"),
+                 name("_kept"),       name("_gathered"), name("_has_parameter")};
   }();
   return made;
 }
@@ -200,15 +258,22 @@ at::Tensor shaped(const at::Tensor& y, const at::Tensor& x) {
   return y.view(sizes);
 }
 
-at::Tensor quantized(const at::Tensor& x, const at::Tensor& weight,
-                     const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& data,
-                     const std::optional<at::Tensor>& scale, const Routes& routes, bool has_grad) {
-  const at::Tensor rows = rows_of(x);
+std::optional<at::Tensor> in_bfloat16(const std::optional<at::Tensor>& bias) {
+  return bias ? std::optional(bias->to(at::kBFloat16)) : std::nullopt;
+}
+
+at::Tensor quantized(const at::Tensor& given, const at::Tensor& weight,
+                     const std::optional<at::Tensor>& given_bias,
+                     const std::optional<at::Tensor>& data, const std::optional<at::Tensor>& scale,
+                     const Routes& routes, bool has_grad, bool is_recorded) {
+  const at::Tensor x = given.to(at::kBFloat16);
+  const auto bias = in_bfloat16(given_bias);
+  const at::Tensor rows = rows_of(x);  // last: gradients are passed on in this order
   if (has_grad) return shaped(RoutedLinear::apply(rows, weight, bias, &routes), x);
-  const bool is_read = !data || routes[0].is_checked;
-  return shaped(multiply(rows, is_read ? c10::IValue(weight.t()) : c10::IValue(), data, scale, bias,
-                         routes[0]),
-                x);
+  c10::IValue right;
+  if (!data || routes[0].is_checked)  // as `RoutedLinear` does, also without gradients
+    right = (is_recorded && routes[1].is_plain ? weight.to(at::kBFloat16) : weight).t();
+  return shaped(multiply(rows, right, data, scale, bias, routes[0]), x);
 }
 
 }  // namespace
@@ -229,7 +294,8 @@ PyObject* call_layer(PyObject*, PyObject* const* given, Py_ssize_t count) {
   const auto x = tensor_in(given[1]), weight = tensor_in(item(parameters, names().weight)),
              bias = tensor_in(bias_object);
   if (!x || !weight || (!bias && !is_none(bias_object)) || !is_usual(*x, *x) ||
-      !is_usual(*weight, *x) || (bias && !is_usual(*bias, *x)) || !is_usual_state(*x))
+      !is_usual(*weight, *x) || (bias && !is_usual(*bias, *x)) || !is_usual_state() ||
+      !fits(*x, *weight, bias))
     Py_RETURN_NONE;
   if (x->dim() < 2 || weight->dim() != 2 || x->size(-1) != weight->size(1) || !x->numel() ||
       (x->dim() > 2 && !x->is_contiguous()))
@@ -242,6 +308,13 @@ PyObject* call_layer(PyObject*, PyObject* const* given, Py_ssize_t count) {
   const bool quantizes =
       (*routes)[0].quantizes_at(m) ||
       (has_grad && ((*routes)[1].quantizes_at(m) || (*routes)[2].quantizes_at(m)));
+  const bool is_cast = weight->scalar_type() != at::kBFloat16;
+  if (quantizes && is_cast) {
+    const auto is_checked = [](const Route& route) { return route.is_checked; };
+    if (item(dict, names().has_parameter) != Py_True ||
+        std::any_of(routes->begin(), routes->end(), is_checked))
+      Py_RETURN_NONE;
+  }
   PyObject* const buffers = item(dict, names().buffers);
   std::optional<at::Tensor> data, scale;
   PyObject* const stored = quantizes ? item(buffers, names().fp8_data) : nullptr;
@@ -254,12 +327,12 @@ PyObject* call_layer(PyObject*, PyObject* const* given, Py_ssize_t count) {
   }
   const auto held = tensor_in(item(buffers, names().held));  // see `Routed.held`
   const bool is_held = held && !is_recorded && held->device() == x->device() &&
-                       held->scalar_type() == x->scalar_type() &&
+                       held->scalar_type() == weight->scalar_type() &&
                        held->sizes() == weight->sizes() &&
                        (held->stride(-1) == 1 || x->stride(-1) != 1);
   c10::IValue activation, activator;
   if (count == 6) {
-    if (!data || (*routes)[0].is_checked) Py_RETURN_NONE;
+    if (!data || (*routes)[0].is_checked || x->scalar_type() != at::kBFloat16) Py_RETURN_NONE;
     activation = THPUtils_unpackString(given[3]);
     activator = activator_of(given[4], routes, m, x->size(-1), given[5]);
     if (activator.isNone()) Py_RETURN_NONE;
@@ -268,11 +341,12 @@ PyObject* call_layer(PyObject*, PyObject* const* given, Py_ssize_t count) {
   {
     const pybind11::gil_scoped_release others;  // a launch waits where the queue is full
     if (count == 6)
-      y = shaped(run_op("lokakern::activated_gemm", {rows_of(*x), activation, activator, *data,
-                                                      *scale, bias, (*routes)[0].text}),
+      y = shaped(run_op("lokakern::activated_gemm",
+                        {rows_of(*x), activation, activator, *data, *scale, in_bfloat16(bias),
+                         (*routes)[0].text}),
                  *x);
     else if (quantizes)
-      y = quantized(*x, *weight, bias, data, scale, *routes, has_grad);
+      y = quantized(*x, *weight, bias, data, scale, *routes, has_grad, is_recorded);
     else
       y = at::linear(*x, is_held ? *held : *weight, bias);
   }

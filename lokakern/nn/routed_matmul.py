@@ -585,7 +585,7 @@ class RoutedLinear(torch.autograd.Function):
         x, weight, turned, turned_scale = ctx.saved_tensors
         needs = ctx.needs_input_grad
         if is_grad_enabled() and not is_compiling():
-            weight = weight if ctx.given is None else _given(ctx)
+            weight = weight if ctx.given is None else unchanged(*ctx.given)
             return *_gradients(grad, x, weight, needs), *[None] * 9
         grad_x = grad_weight = grad_bias = None
         if needs[1]:
@@ -601,7 +601,8 @@ class RoutedLinear(torch.autograd.Function):
             if ctx.to_input == PLAIN:
                 grad_x = grad @ weight
             else:
-                if weight is None and sampled_check.is_checked(ctx.to_input) and _is_unchanged(ctx):
+                is_checked = weight is None and sampled_check.is_checked(ctx.to_input)
+                if is_checked and _is_unchanged(*ctx.given):
                     weight = ctx.given[0]
                 grad_x = multiply(grad, weight, turned, turned_scale, None, ctx.to_input, "", False)
         if needs[2]:
@@ -618,20 +619,18 @@ def _gradients(grad: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool]) -
     ]
 
 
-def _is_unchanged(ctx: Any) -> bool:
+def _is_unchanged(weight: Tensor, version: int | None) -> bool:
     """Whether the original weight is unchanged since the forward pass."""
-    weight, version = ctx.given
     return version is None or weight._version == version
 
 
-def _given(ctx: Any) -> Tensor:
-    """The original weight of the forward pass.
+def unchanged(weight: Tensor, version: int | None) -> Tensor:
+    """The original weight of a forward pass that saw this version of it.
 
     Raises:
         UnsupportedError: It changed since.
     """
-    weight: Tensor = ctx.given[0]
-    if not _is_unchanged(ctx):
+    if not _is_unchanged(weight, version):
         raise UnsupportedError(
             "a gradient that is differentiated again (create_graph=True) needs the weight of its "
             f"layer, {list(weight.shape)}, which was changed since the forward pass: call the "
