@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from lokakern.errors import DeviceError, FormatError, ShapeError, UnsupportedError
-from lokakern.numerics import SMALLEST_SCALE
+from lokakern.functional.static_scale import check_number, number_scale
 from lokakern.types import (
     Format,
     Granularity,
@@ -170,21 +170,18 @@ def check_bias(op: str, bias: Tensor | None, n: int, dtype: torch.dtype) -> None
 
 
 def checked_scale(op: str, given: Tensor | float, device: torch.device) -> Tensor:
-    """A static descale of the output, float32 ``[1, 1]``; the value of a tensor is not read."""
+    """A static descale of the output, float32 ``[1, 1]``; the value of a tensor is not read.
+
+    That of a number is in memory that nobody may write.
+    """
     if not isinstance(given, Tensor):
-        usable = isinstance(given, int | float) and not isinstance(given, bool)
-        # In the range of float32, whose smallest normal number is SMALLEST_SCALE.
-        if not usable or not SMALLEST_SCALE <= given <= torch.finfo(torch.float32).max:
-            raise FormatError(
-                f"{op}: out_scale is {given!r}; expected a finite float32 number > 0, or a "
-                "tensor of one"
-            )
-        return torch.full((1, 1), float(given), dtype=torch.float32, device=device)
+        check_number(op, given)
+        return number_scale(float(given), device)
     if given.numel() != 1 or given.dtype != torch.float32:
         raise ShapeError(
             f"{op}: out_scale is {list(given.shape)} {given.dtype}; expected float32 [1, 1]"
         )
-    return given.reshape(1, 1)
+    return given if given.dim() == 2 else given.reshape(1, 1)  # a view costs 0.75 us
 
 
 def granularity_named(op: str, value: Granularity | str) -> Granularity:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
@@ -11,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lokakern.errors import BudgetError, ShapeError, UnsupportedError
+from lokakern.errors import ShapeError, UnsupportedError
 from lokakern.functional.checks import check_bias, check_out, gemm_problem, is_traced, warn_once
+from lokakern.functional.traced import budget_of_limits, limits_of, names_of
 from lokakern.native import forget, recorded_op, replayed
 from lokakern.sampled_check import watch_of_gemm
 from lokakern.selection import dispatcher
@@ -251,7 +251,6 @@ def _differentiable_gemm(
 # Under torch.compile the product is one opaque op: a look-up during tracing would fix the kernel of
 # one m in the graph.
 _LIBRARY = torch.library.Library("lokakern", "DEF")
-_LIMITS = ("row_err", "row_p99", "rel_err", "sqnr_db", "mean_rel_err", "mean_shift")
 
 
 def _traced_gemm(
@@ -266,16 +265,7 @@ def _traced_gemm(
 ) -> Tensor:
     if budget is None and isinstance(b, QuantizedTensor):
         budget = b.budget
-    # No ErrorBudget is made here: up to torch 2.11 Dynamo cannot trace the hash of a tuple.
-    limits: list[float] = []
-    if isinstance(budget, ErrorBudget):
-        given = [getattr(budget, name) for name in _LIMITS]
-        limits = [math.nan if limit is None else limit for limit in given]
-    elif budget is not None:
-        if isinstance(budget, bool) or budget != budget:
-            raise BudgetError(f"budget is {budget!r}; expected a number or an ErrorBudget")
-        limits = [budget]  # a limit on row_err, which the op checks
-    names = [distribution] if isinstance(distribution, str) else list(distribution or ())
+    limits, names = limits_of(budget), names_of(distribution)
     n = b.shape[1]
     check_bias("gemm", bias, n, a.dtype)
     check_out("gemm", out, (a.shape[0], n), a.dtype)
@@ -301,8 +291,7 @@ def _gemm_op(
     on_miss: str,
     check: str | None = None,
 ) -> Tensor:
-    given = {n: v for n, v in zip(_LIMITS, limits, strict=False) if not math.isnan(v)}
-    budget = ErrorBudget(**given) if given else None
+    budget = budget_of_limits(limits)
     right: Tensor | QuantizedTensor = b
     if not granularity.endswith("/tensor"):
         right = QuantizedTensor(b, b_scale, Granularity(granularity), True, source, budget)

@@ -2,30 +2,54 @@
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
-from lokakern.errors import FormatError, ShapeError, UnsupportedError
-from lokakern.functional.checks import check_matrix
+from lokakern.device import current_device
+from lokakern.errors import FormatError, ShapeError, UnknownNameError, UnsupportedError
+from lokakern.functional.checks import check_matrix, check_out, checked_scale
 from lokakern.functional.norm_checks import (
     MATRICES,
     Cross,
     aligned_epilogue,
+    check_bounded,
+    check_epilogue,
     epilogue_of_call,
     gemm_norm_problem,
     is_aligned,
+    norm_of,
     norm_quantize_problem,
     out_kind,
     scale_of,
     shown_name,
 )
-from lokakern.native import replayed
-from lokakern.norm import Norm
-from lokakern.registry.register import Kernel
+from lokakern.functional.static_scale import (
+    bound_scale,
+    check_number,
+    output_scale,
+    with_kept_scale,
+)
+from lokakern.functional.traced import (
+    budget_of_limits,
+    columns_of,
+    limits_of,
+    names_of,
+    norm_words,
+    parts_of,
+    plain_op,
+    text_of,
+    whole,
+)
+from lokakern.native import recorded_op, replayed
+from lokakern.norm import Norm, largest
+from lokakern.problems import format_named
+from lokakern.registry.register import Kernel, fp8_format
 from lokakern.selection import dispatcher
 from lokakern.selection.arguments import budget_of, device_of
 from lokakern.selection.kernel_policy import Chooser, fastest_within, kernel_of
@@ -47,6 +71,53 @@ _PLANS: dict[Any, Table] = {}
 dispatcher.on_new_snapshot(_PLANS.clear)
 
 
+def _kept_scale(given: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Tensor | None:
+    """The scale of ``out_scale`` in memory that nobody may write; None for what is refused."""
+    operands = [*args, *(options[name] for name in ("x", "a", "b") if name in options)]
+    device = operands[0].device
+    if given != "static":
+        return None if isinstance(given, str) else checked_scale("out_scale", given, device)
+    weight, shift = options.get("norm_weight"), options.get("norm_bias")
+    unbounded = options.get("gate"), options.get("cross"), options.get("residual_last") or None
+    columns = operands[-1].shape[1]
+    if any(x is not None for x in unbounded) or not all(
+        x is None
+        or (x.device == device and x.shape == (columns,) and x.dtype in _VECTOR_DTYPES
+            and x.layout is torch.strided)
+        for x in (weight, shift)
+    ):  # fmt: skip
+        return None
+    bound, form = _bound_of(options["norm"], columns, options.get("out_format"), device)
+    return bound_scale(bound, form, weight, shift, device)
+
+
+_VECTOR_DTYPES = (torch.bfloat16, torch.float32)
+
+
+@functools.lru_cache(maxsize=1024)
+def _bound_of(
+    norm: str | Norm, columns: int, out_format: Format | str | None, device: torch.device
+) -> tuple[float, Format]:
+    """Bound of a norm, and format of an FP8 output.
+
+    Raises:
+        UnknownNameError: The norm is unknown, or bounds nothing.
+        FormatError: The format is not FP8.
+        ShapeError: Blocks do not divide the columns.
+    """
+    found = norm_of("out_scale", norm, None)
+    if found.kind == "none":
+        raise UnknownNameError("out_scale: norm 'none' bounds nothing")
+    if out_format is None:
+        form = fp8_format(current_device(device.type, device.index or 0))
+    else:
+        form = format_named("out_scale", out_format)
+    if not form.is_fp8:
+        raise FormatError(f"out_scale: {form.value} has no scale")
+    return largest(found, columns), form
+
+
+@with_kept_scale(_kept_scale)
 @replayed
 def gemm_norm(
     a: Matrix,
@@ -98,7 +169,9 @@ def gemm_norm(
             scales, or "tensor" with ``out_scale``.
         out_scale: Static descale of an FP8 output: a number, float32 ``[1, 1]``, or "static", the
             bound of the norm, its weight and bias, so that nothing saturates (not with a gate, a
-            cross, a last residual, or without a norm).
+            cross, a last residual, or without a norm). The scale of "static" and of a number is
+            computed once and shared by results: do not write to it. "static" is computed again
+            after a write to the weight or bias; a CUDA graph keeps the scale of its capture.
         budget: Largest accepted row error against a float64 result, or an `ErrorBudget`, over
             measured distributions. None means the fastest measured unquantized kernel, or the
             budget of a prepared weight; for quantized operands, the fastest kernel.
@@ -119,6 +192,12 @@ def gemm_norm(
         MissError: There is no measurement and ``on_miss`` is "raise".
         MeasurementError: ``on_miss`` is "measure" and the sweep failed or is refused.
     """
+    if is_compiling():
+        return _traced_gemm_norm(
+            a, b, norm, eps, activation, gate, residual, residual_last, cross,
+            (bias, norm_weight, norm_bias), out, (out_format, out_granularity, out_scale), budget,
+            distribution, on_miss,
+        )  # fmt: skip
     epilogue = epilogue_of_call(
         "gemm_norm", norm=norm, eps=eps, activation=activation, gate=gate, residual=residual,
         residual_last=residual_last, cross=cross, bias=bias, norm_weight=norm_weight,
@@ -134,6 +213,7 @@ def gemm_norm(
     return _dispatched(a, b, epilogue, out, kind, budget, distribution, on_miss)
 
 
+@with_kept_scale(_kept_scale)
 @replayed
 def norm_quantize(
     x: Tensor,
@@ -173,11 +253,19 @@ def norm_quantize(
         LokakernError: As `gemm_norm`.
         UnsupportedError: A gradient is required: FP8 has none.
     """
+    if is_compiling():
+        return _traced_norm_quantize(
+            x, norm, eps, activation, gate, residual, residual_last, cross,
+            (None, norm_weight, norm_bias), (out_format, granularity, out_scale),
+        )  # fmt: skip
     return norm_quantize_by(
         fastest_within(None), x, norm=norm, norm_weight=norm_weight, norm_bias=norm_bias,
         activation=activation, gate=gate, residual=residual, residual_last=residual_last,
         cross=cross, granularity=granularity, out_format=out_format, out_scale=out_scale, eps=eps,
     )  # fmt: skip
+
+
+_NO_GRADIENT = "norm_quantize: FP8 outputs have no gradient; use torch.no_grad()"
 
 
 def gemm_norm_by(
@@ -217,7 +305,7 @@ def norm_quantize_by(
     if x.dtype != torch.bfloat16:
         raise FormatError(f"{op}: x is {x.dtype}; expected torch.bfloat16 (use .bfloat16())")
     if torch.is_grad_enabled() and _needs_grad(x, None, epilogue):
-        raise UnsupportedError(f"{op}: FP8 outputs have no gradient; use torch.no_grad()")
+        raise UnsupportedError(_NO_GRADIENT)
     kind = out_kind(op, out_format, granularity, out_scale, x, quantizes=True)
     problem = norm_quantize_problem(x, epilogue, kind, out_scale)
     result = _output(op, problem, problem.m, problem.k, None, out_scale, epilogue, x.device)
@@ -409,20 +497,11 @@ def _needs_grad(a: Any, b: Any, epilogue: NormEpilogue) -> bool:
     return any(getattr(x, "requires_grad", False) for x in operands)
 
 
-def _differentiable(
-    a: Tensor | QuantizedTensor,
-    b: Tensor | QuantizedTensor,
-    epilogue: NormEpilogue,
-    out: Tensor | None,
-    plain: bool,
-    call: Callable[[], Any],
-) -> Tensor:
-    """The result of ``call``, with the gradient of the unquantized product.
-
-    Only operands are saved; the backward pass multiplies and normalizes again.
+def _check_differentiable(a: Matrix, plain: bool, out: Tensor | None) -> None:
+    """Check that a call has a gradient.
 
     Raises:
-        UnsupportedError: The call is not differentiable.
+        UnsupportedError: It has none.
     """
     reason = None
     if isinstance(a, QuantizedTensor):
@@ -434,6 +513,21 @@ def _differentiable(
     if reason is not None:
         raise UnsupportedError(f"gemm_norm: an operand requires a gradient, and {reason}, or use "
                                "torch.no_grad()")  # fmt: skip
+
+
+def _differentiable(
+    a: Tensor | QuantizedTensor,
+    b: Tensor | QuantizedTensor,
+    epilogue: NormEpilogue,
+    out: Tensor | None,
+    plain: bool,
+    call: Callable[[], Any],
+) -> Tensor:
+    """The result of ``call``, with the gradient of the unquantized product.
+
+    Only operands are saved; the backward pass multiplies and normalizes again.
+    """
+    _check_differentiable(a, plain, out)
     weight = b
     if isinstance(b, QuantizedTensor):
         source = b.data if b.source is None else b.source
@@ -457,18 +551,300 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        from lokakern.kernels.torch.norm import normalized  # lazily: a module of kernels
-
         needs = ctx.needs_input_grad[:-2]
-        again = torch.is_grad_enabled()  # with create_graph=True
-        leaves: list[Any] = [
-            None if x is None else x.view_as(x) if again else x.detach().requires_grad_(need)
-            for x, need in zip(ctx.saved_tensors, needs, strict=True)
-        ]
-        a, weight, *rest = leaves
-        epilogue = ctx.epilogue._replace(**dict(zip(_TENSORS, rest, strict=True)))
-        with torch.enable_grad():
-            result = normalized(a.float() @ weight.float(), epilogue).to(grad.dtype)
-        wanted = [x for x, need in zip(leaves, needs, strict=True) if need]
-        found = iter(torch.autograd.grad(result, wanted, grad, create_graph=again))
-        return (*(next(found) if need else None for need in needs), None, None)
+        return (*_gradients(grad, ctx.saved_tensors, ctx.epilogue, needs), None, None)
+
+
+def _gradients(
+    grad: Tensor,
+    saved: Sequence[Tensor | None],
+    form: NormEpilogue,
+    needs: Sequence[bool],
+) -> list[Tensor | None]:
+    """Gradients of ``a``, ``b`` and the tensors of an epilogue by torch's operators in float32.
+
+    Args:
+        grad: Of the output, ``[m, n]``.
+        saved: a, b ``[k, n]``, and `_TENSORS` of the epilogue.
+        form: The epilogue without tensors.
+        needs: Of which of ``saved`` a gradient is needed.
+    """
+    from lokakern.kernels.torch.norm import normalized  # lazily: a module of kernels
+
+    again = torch.is_grad_enabled() and not is_compiling()  # with create_graph=True
+    leaves: list[Any] = [
+        None if x is None else x.view_as(x) if again else x.detach().requires_grad_(need)
+        for x, need in zip(saved, needs, strict=True)
+    ]
+    a, weight, *rest = leaves
+    epilogue = form._replace(**dict(zip(_TENSORS, rest, strict=True)))
+    with torch.enable_grad():
+        result = normalized(a.float() @ weight.float(), epilogue).to(grad.dtype)
+    wanted = [x for x, need in zip(leaves, needs, strict=True) if need]
+    found = iter(torch.autograd.grad(result, wanted, grad, create_graph=again))
+    return [next(found) if need else None for need in needs]
+
+
+# --- as ops of torch.compile
+
+_LIBRARY = torch.library.Library("lokakern", "FRAGMENT")
+_EPILOGUE = (
+    "Tensor? bias, Tensor? norm_weight, Tensor? norm_bias, Tensor? residual, Tensor? gate, "
+    "Tensor? x0, Tensor? x, str norm, float eps, str activation, bool residual_last, "
+    "str out_format, str out_granularity, Tensor? out_scale"
+)
+_OPERANDS = (
+    "Tensor a, Tensor? a_scale, str a_granularity, Tensor b, Tensor? b_scale, Tensor? source, "
+    "str b_granularity"
+)
+_CHOICE = "float[] limits, str[] distributions, str on_miss"
+
+
+def _traced_epilogue(
+    op: str,
+    like: Tensor,
+    columns: Any,
+    norm: str | Norm,
+    eps: float | None,
+    activation: str | None,
+    gate: Tensor | None,
+    residual: Tensor | None,
+    residual_last: bool,
+    cross: Cross | None,
+    vectors: tuple[Tensor | None, ...],
+    kind: tuple[Any, Any, Scale],
+) -> tuple[Any, ...]:
+    """Arguments of `_EPILOGUE`, with a tensor of a static scale."""
+    name, found_eps = norm_words(op, norm, eps)
+    x0, x = (None, None) if cross is None else cross
+    out_format, out_granularity, scale = text_of(kind[0]), text_of(kind[1]), kind[2]
+    if isinstance(scale, Tensor):
+        scale = checked_scale(op, scale.detach(), scale.device)
+    elif scale == "static":
+        check_bounded(
+            op, name, gate=gate, cross=cross,
+            residual_last=residual is not None and bool(residual_last),
+        )  # fmt: skip
+        _, weight, shift = (None if v is None else v.detach() for v in vectors)
+        scale = output_scale(like.detach(), weight, shift, name, columns, out_format)
+    elif scale is not None:
+        check_number(op, scale)
+        scale = output_scale(like.detach(), None, None, "", 0, "", float(scale))
+    return (
+        *vectors, residual, gate, x0, x, name, found_eps, activation or "none",
+        bool(residual_last), out_format, out_granularity, scale,
+    )  # fmt: skip
+
+
+def _traced_gemm_norm(
+    a: Matrix,
+    b: Matrix,
+    norm: str | Norm,
+    eps: float | None,
+    activation: str | None,
+    gate: Tensor | None,
+    residual: Tensor | None,
+    residual_last: bool,
+    cross: Cross | None,
+    vectors: tuple[Tensor | None, ...],
+    out: Tensor | None,
+    kind: tuple[Any, Any, Scale],
+    budget: ErrorBudget | float | None,
+    distribution: str | Sequence[str] | None,
+    on_miss: str,
+) -> Matrix:
+    op = "gemm_norm"
+    if budget is None and isinstance(b, QuantizedTensor) and isinstance(a, Tensor):
+        budget = b.budget
+    left, left_scale, _, left_form = parts_of(op, "a", a, False)
+    right, right_scale, source, right_form = parts_of(op, "b", b, True)
+    columns = columns_of(right, right_form)
+    words = _traced_epilogue(
+        op, right, columns, norm, eps, activation, gate, residual, residual_last, cross, vectors,
+        kind,
+    )  # fmt: skip
+    out_format, out_granularity, scale = words[-3:]
+    quantizes = out_format not in ("", "bfloat16") or bool(out_granularity) or scale is not None
+    if torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (left, right, source, *words[:7])
+    ):
+        _check_differentiable(a, not quantizes, out)
+    choice = (limits_of(budget), names_of(distribution), on_miss)
+    given = (left, left_scale, left_form, right, right_scale, source, right_form, *words, *choice)
+    ops = torch.ops.lokakern
+    if out is not None:
+        if quantizes:
+            raise FormatError("gemm_norm: out is given and the output is FP8; out is for bfloat16")
+        check_out(op, out, (left.shape[0], columns), torch.bfloat16)
+        ops.gemm_norm_out(out, *given)
+        return out
+    if not quantizes:
+        result: Tensor = ops.gemm_norm(*given)
+        return result
+    if scale is not None:
+        return QuantizedTensor(ops.gemm_norm(*given), scale, Granularity.TENSOR)
+    data, scales = ops.gemm_norm_scaled(*given)
+    return QuantizedTensor(data, scales, Granularity(out_granularity or "row"))
+
+
+def _traced_norm_quantize(
+    x: Tensor,
+    norm: str | Norm,
+    eps: float | None,
+    activation: str | None,
+    gate: Tensor | None,
+    residual: Tensor | None,
+    residual_last: bool,
+    cross: Cross | None,
+    vectors: tuple[Tensor | None, ...],
+    kind: tuple[Any, Any, Scale],
+) -> QuantizedTensor:
+    op = "norm_quantize"
+    words = _traced_epilogue(
+        op, x, x.shape[1], norm, eps, activation, gate, residual, residual_last, cross, vectors,
+        kind,
+    )  # fmt: skip
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *words[:7])):
+        raise UnsupportedError(_NO_GRADIENT)
+    scale = words[-1]
+    if scale is not None:
+        data = torch.ops.lokakern.norm_quantize(x, *words)
+        return QuantizedTensor(data, scale, Granularity.TENSOR)
+    data, scales = torch.ops.lokakern.norm_quantize_scaled(x, *words)
+    return QuantizedTensor(data, scales, Granularity(words[-2] or "row"))
+
+
+def _options(words: Sequence[Any]) -> dict[str, Any]:
+    """Named arguments of a public function from those of `_EPILOGUE`."""
+    (bias, weight, shift, residual, gate, x0, x, norm, eps, activation, last, out_format,
+     granularity, scale) = words  # fmt: skip
+    return {
+        "bias": bias, "norm_weight": weight, "norm_bias": shift, "residual": residual,
+        "gate": gate, "cross": None if x0 is None else (x0, x), "norm": norm, "eps": eps,
+        "activation": activation, "residual_last": last, "out_format": out_format or None,
+        "out_granularity": granularity or None, "out_scale": scale,
+    }  # fmt: skip
+
+
+def _called(given: Sequence[Any], out: Tensor | None = None) -> Matrix:
+    """The eager call with the arguments of an op."""
+    a, a_scale, a_form, b, b_scale, source, b_form = given[:7]
+    words, (limits, names, on_miss) = given[7:-3], given[-3:]
+    budget = budget_of_limits(limits)
+    with torch.no_grad():
+        return gemm_norm(
+            whole(a, a_scale, None, a_form, False),
+            whole(b, b_scale, source, b_form, True, budget),
+            **_options(words), out=out, budget=budget, distribution=tuple(names) or None,
+            on_miss=on_miss,
+        )  # fmt: skip
+
+
+def _gemm_norm_op(*given: Any) -> Tensor:
+    made = _called(given)
+    return made.data if isinstance(made, QuantizedTensor) else made
+
+
+def _gemm_norm_scaled_op(*given: Any) -> tuple[Tensor, Tensor]:
+    made = _called(given)
+    assert isinstance(made, QuantizedTensor) and made.scale is not None  # its format is FP8
+    return made.data, made.scale
+
+
+def _gemm_norm_out_op(out: Tensor, *given: Any) -> None:
+    _called(given, out)
+
+
+def _quantized_rows(x: Tensor, words: Sequence[Any]) -> QuantizedTensor:
+    options = _options(words)
+    options["granularity"] = options.pop("out_granularity")
+    del options["bias"]
+    with torch.no_grad():
+        return norm_quantize(x, **options)
+
+
+def _norm_quantize_op(x: Tensor, *words: Any) -> Tensor:
+    return _quantized_rows(x, words).data
+
+
+def _norm_quantize_scaled_op(x: Tensor, *words: Any) -> tuple[Tensor, Tensor]:
+    made = _quantized_rows(x, words)
+    assert made.scale is not None  # its format is FP8
+    return made.data, made.scale
+
+
+def _empty_output(
+    op: str, x: Tensor, columns: int, words: Sequence[Any]
+) -> tuple[Tensor, Tensor | None]:
+    """An output, and scales that the op makes; checks all but addresses."""
+    options, rows = _options(words), x.shape[0]
+    out_format, out_granularity, scale = (
+        options.pop(f"out_{name}") for name in ("format", "granularity", "scale")
+    )
+    epilogue = epilogue_of_call(op, **options)
+    check_epilogue(op, epilogue, rows, columns)
+    form, granularity = out_kind(
+        op, out_format, out_granularity, scale, x, quantizes=op == "norm_quantize"
+    )
+    if not form.is_fp8:
+        return torch.empty((rows, columns), dtype=form.dtype, device=x.device), None
+    data = empty_data(rows, columns, form.dtype, x.device)
+    if granularity is Granularity.TENSOR:
+        return data, None
+    return data, granularity.empty_scale(rows, columns, x.device)
+
+
+def _gemm_norm_fake(*given: Any) -> Any:
+    a, b, b_form = given[0], given[3], given[6]
+    rows = b.shape[0] if b_form == "" else b.shape[1]
+    if a.shape[1] != rows:
+        raise ShapeError(f"gemm_norm: a is {list(a.shape)} and b has {rows} rows; expected k")
+    data, scale = _empty_output("gemm_norm", a, columns_of(b, b_form), given[7:-3])
+    return data if scale is None else (data, scale)
+
+
+def _norm_quantize_fake(x: Tensor, *words: Any) -> Any:
+    data, scale = _empty_output("norm_quantize", x, x.shape[1], words)
+    return data if scale is None else (data, scale)
+
+
+def _save_for_gemm_norm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    a, source, b_form = inputs[0], inputs[5], inputs[6]
+    words = inputs[7:-3]
+    ctx.right = 3 if source is None else 5  # the place of the right operand
+    ctx.is_turned = b_form != ""
+    weight = inputs[ctx.right]
+    ctx.count = len(inputs)
+    ctx.form = epilogue_of_call("gemm_norm", norm=words[7], eps=words[8], activation=words[9],
+                                gate=None)._replace(residual_last=words[10])  # fmt: skip
+    ctx.save_for_backward(a, weight.t() if ctx.is_turned else weight, *words[:7])
+
+
+def _gemm_norm_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    needs = ctx.needs_input_grad
+    found = _gradients(
+        grad, ctx.saved_tensors, ctx.form, (needs[0], needs[ctx.right], *needs[7:14])
+    )
+    gradients: list[Tensor | None] = [None] * ctx.count
+    weight = found[1]
+    gradients[0] = found[0]
+    gradients[ctx.right] = weight.t() if weight is not None and ctx.is_turned else weight
+    gradients[7:14] = found[2:]
+    return tuple(gradients)
+
+
+_GEMM_NORM = f"({_OPERANDS}, {_EPILOGUE}, {_CHOICE})"
+_BOTH = "(Tensor, Tensor)"
+for _schema, _op, _fake in (
+    (f"gemm_norm{_GEMM_NORM} -> Tensor", _gemm_norm_op, _gemm_norm_fake),
+    (f"gemm_norm_scaled{_GEMM_NORM} -> {_BOTH}", _gemm_norm_scaled_op, _gemm_norm_fake),
+    (f"gemm_norm_out(Tensor(a!) out, {_GEMM_NORM[1:]} -> ()", _gemm_norm_out_op, lambda *_: None),
+    (f"norm_quantize(Tensor rows, {_EPILOGUE}) -> Tensor", _norm_quantize_op, _norm_quantize_fake),
+    (f"norm_quantize_scaled(Tensor rows, {_EPILOGUE}) -> {_BOTH}", _norm_quantize_scaled_op,
+     _norm_quantize_fake),
+):  # fmt: skip
+    (plain_op if "!" in _schema else recorded_op)(_LIBRARY, _schema, _op)
+    torch.library.register_fake(f"lokakern::{_schema.partition('(')[0]}", _fake, lib=_LIBRARY)
+torch.library.register_autograd(
+    "lokakern::gemm_norm", _gemm_norm_backward, setup_context=_save_for_gemm_norm, lib=_LIBRARY
+)

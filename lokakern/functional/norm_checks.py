@@ -19,8 +19,8 @@ from lokakern.functional.checks import (
     granularity_named,
     operand_of,
 )
+from lokakern.functional.static_scale import bound_scale
 from lokakern.norm import KINDS, Norm, largest, norm_named
-from lokakern.numerics import SMALLEST_SCALE
 from lokakern.problems import format_named
 from lokakern.quantized_tensor import ROW_BYTES
 from lokakern.registry.register import fp8_format
@@ -238,19 +238,17 @@ def out_kind(
     return form, granularity
 
 
-def static_scale_of(
-    op: str, epilogue: NormEpilogue, columns: int, form: Format, device: torch.device
-) -> Tensor:
-    """`lokakern.norm.static_scale` of an epilogue, on the device without synchronization.
+def check_bounded(op: str, norm: str, *, gate: object, cross: object, residual_last: bool) -> None:
+    """Check that a norm bounds the output.
 
     Raises:
-        FormatError: The output is not bounded.
+        FormatError: It does not.
     """
     unbounded = {
-        "norm 'none'": epilogue.norm.kind == "none",
-        "gate": epilogue.gate is not None,
-        "cross": epilogue.x0 is not None,
-        "residual_last": epilogue.residual is not None and epilogue.residual_last,
+        "norm 'none'": norm == "none",
+        "gate": gate is not None,
+        "cross": cross is not None,
+        "residual_last": residual_last,
     }
     reasons = [name for name, is_there in unbounded.items() if is_there]
     if reasons:
@@ -258,12 +256,22 @@ def static_scale_of(
             f"{op}: out_scale is 'static', but with {' and '.join(reasons)} the output is not "
             "bounded; pass a number or a tensor, or a granularity with dynamic scales"
         )
-    most = torch.full((1,), largest(epilogue.norm, columns), dtype=torch.float32, device=device)
-    if epilogue.norm_weight is not None:
-        most = most * epilogue.norm_weight.detach().float().abs()
-    if epilogue.norm_bias is not None:
-        most = most + epilogue.norm_bias.detach().float().abs()
-    return (most.amax() / form.maximum).clamp_min(SMALLEST_SCALE).reshape(1, 1)
+
+
+def static_scale_of(
+    op: str, epilogue: NormEpilogue, columns: int, form: Format, device: torch.device
+) -> Tensor:
+    """`lokakern.norm.static_scale` of an epilogue, on the device, in memory that nobody may write.
+
+    Raises:
+        FormatError: The output is not bounded.
+    """
+    check_bounded(
+        op, epilogue.norm.kind, gate=epilogue.gate, cross=epilogue.x0,
+        residual_last=epilogue.residual is not None and epilogue.residual_last,
+    )  # fmt: skip
+    bound = largest(epilogue.norm, columns)
+    return bound_scale(bound, form, epilogue.norm_weight, epilogue.norm_bias, device)
 
 
 def scale_of(

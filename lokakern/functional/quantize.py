@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from lokakern.errors import FormatError, ShapeError
 from lokakern.functional.checks import (
@@ -15,7 +17,8 @@ from lokakern.functional.checks import (
     granularity_named,
     operand_of,
 )
-from lokakern.native import replayed
+from lokakern.functional.traced import plain_op, text_of
+from lokakern.native import recorded_op, replayed
 from lokakern.problems import format_named
 from lokakern.registry.register import fp8_format
 from lokakern.selection.arguments import device_of
@@ -53,6 +56,8 @@ def quantize(
             options.
         DeviceError: Tensors are on different devices.
     """
+    if is_compiling():
+        return _traced_quantize(x, granularity, out_format, power_of_two, scale, amax)
     options = {"power_of_two": power_of_two, "scale": scale, "amax": amax}
     return quantize_by(fastest_within(None), x, granularity, out_format, **options)
 
@@ -117,6 +122,10 @@ def quantize_transpose(
     Raises:
         LokakernError: As `quantize`.
     """
+    if is_compiling():
+        return _traced_quantize_transpose(
+            x, granularity, out_format, power_of_two, scale, amax, column_sums
+        )
     return quantize_transpose_by(
         fastest_within(None), x, granularity, out_format,
         column_sums=column_sums, power_of_two=power_of_two, scale=scale, amax=amax,
@@ -240,6 +249,11 @@ def _problem_of(
 
 
 def _single(op: str, name: str, x: Tensor) -> Tensor:
+    """A tensor of one element as kernels take it, ``[1, 1]``.
+
+    Raises:
+        ShapeError: It has more elements, or is not float32.
+    """
     if x.numel() != 1 or x.dtype is not torch.float32:
         raise ShapeError(
             f"{op}: {name} is {list(x.shape)} {x.dtype}; expected one element of torch.float32"
@@ -254,6 +268,10 @@ def dequantize(x: QuantizedTensor, out_format: Format | str = Format.BFLOAT16) -
     Raises:
         FormatError: ``out_format`` is neither bfloat16 nor float32, or ``x`` has no scales.
     """
+    if is_compiling() and isinstance(x, QuantizedTensor) and x.scale is not None:
+        given = (x.data, x.scale, x.granularity.value, text_of(out_format))
+        out: Tensor = torch.ops.lokakern.dequantize(*given)
+        return out.t() if x.transposed else out
     return dequantize_by(fastest_within(None), x, out_format)
 
 
@@ -273,3 +291,161 @@ def dequantize_by(choose: Chooser, x: QuantizedTensor, out_format: Format | str)
         kernel = choose(problem, x.data)
         kernel.launch(x.data, x.scale, out, kernel.workspace(x.data, x.scale, out))
     return out.t() if x.transposed else out
+
+
+# --- as ops of torch.compile
+
+_LIBRARY = torch.library.Library("lokakern", "FRAGMENT")
+
+
+def _traced_words(
+    op: str,
+    granularity: Granularity | str,
+    out_format: Format | str | None,
+    power_of_two: bool,
+    scale: Tensor | None,
+    amax: Tensor | None,
+) -> tuple[Any, ...]:
+    """All but x, as ops take them, with a static scale as ``[1, 1]``."""
+    if scale is None and amax is not None:
+        raise FormatError(f"{op}: amax without scale; pass scale=, too")
+    if scale is not None:
+        scale = _single(op, "scale", scale)
+    return text_of(granularity), text_of(out_format), bool(power_of_two), scale, amax
+
+
+def _traced_quantize(
+    x: Tensor,
+    granularity: Granularity | str,
+    out_format: Format | str | None,
+    power_of_two: bool,
+    scale: Tensor | None,
+    amax: Tensor | None,
+) -> QuantizedTensor:
+    words = _traced_words("quantize", granularity, out_format, power_of_two, scale, amax)
+    x, form, ops = x.detach(), Granularity(words[0]), torch.ops.lokakern
+    if scale is not None:
+        call = ops.quantize_static if amax is None else ops.quantize_delayed
+        given = words if amax is not None else words[:-1]
+        return QuantizedTensor(call(x, *given), words[3], form)
+    data, made = ops.quantize(x, *words[:3])
+    return QuantizedTensor(data, made, form)
+
+
+def _traced_quantize_transpose(
+    x: Tensor,
+    granularity: Granularity | str,
+    out_format: Format | str | None,
+    power_of_two: bool,
+    scale: Tensor | None,
+    amax: Tensor | None,
+    column_sums: bool,
+) -> Both | BothAndSums:
+    words = _traced_words("quantize_transpose", granularity, out_format, power_of_two, scale, amax)
+    x, form, ops = x.detach(), Granularity(words[0]), torch.ops.lokakern
+    if scale is None:
+        call = ops.quantize_transpose_sums if column_sums else ops.quantize_transpose
+        data, made, turned, turned_scale, *sums = call(x, *words[:3])
+    else:
+        name = "static" if amax is None else "delayed"
+        call = getattr(ops, f"quantize_transpose_{name}{'_sums' if column_sums else ''}")
+        given = words if amax is not None else words[:-1]
+        data, turned, turned_scale, *sums = call(x, *given)
+        made = words[3]
+    both = QuantizedTensor(data, made, form), QuantizedTensor(turned, turned_scale, form)
+    return (*both, sums[0]) if column_sums else both
+
+
+def _quantize_op(
+    x: Tensor, granularity: str, out_format: str, power_of_two: bool, scale: Tensor | None = None,
+    amax: Tensor | None = None,
+) -> Any:  # fmt: skip
+    made = quantize(
+        x, granularity, out_format=out_format or None, power_of_two=power_of_two, scale=scale,
+        amax=amax,
+    )  # fmt: skip
+    return (made.data, made.scale) if scale is None else made.data
+
+
+def _quantize_fake(
+    x: Tensor, granularity: str, out_format: str, _power_of_two: bool, scale: Tensor | None = None,
+    _amax: Tensor | None = None,
+) -> Any:  # fmt: skip
+    data, made = _empty_output(x, granularity, out_format)
+    return (data, made) if scale is None else data
+
+
+def _quantize_transpose_op(
+    column_sums: bool, x: Tensor, granularity: str, out_format: str, power_of_two: bool,
+    scale: Tensor | None = None, amax: Tensor | None = None,
+) -> Any:  # fmt: skip
+    made, turned, *sums = quantize_transpose_by(
+        fastest_within(None), x, granularity, out_format or None, column_sums=column_sums,
+        power_of_two=power_of_two, scale=scale, amax=amax,
+    )  # fmt: skip
+    own = () if scale is not None else (made.scale,)
+    return (made.data, *own, turned.data, turned.scale, *sums)
+
+
+def _quantize_transpose_fake(
+    column_sums: bool, x: Tensor, granularity: str, out_format: str, _power_of_two: bool,
+    scale: Tensor | None = None, _amax: Tensor | None = None,
+) -> Any:  # fmt: skip
+    data, made = _empty_output(x, granularity, out_format)
+    turned = _empty_output(x.t(), granularity, out_format)
+    sums = (x.new_empty(x.shape[1], dtype=torch.float32),) if column_sums else ()
+    return (data, *(() if scale is not None else (made,)), *turned, *sums)
+
+
+def _empty_output(x: Tensor, granularity: str, out_format: str) -> tuple[Tensor, Tensor]:
+    """Data and scales as `_Output` allocates them."""
+    form = format_named("quantize", out_format) if out_format else fp8_format(device_of(x))
+    rows, columns = x.shape
+    scales = granularity_named("quantize", granularity)
+    data = empty_data(rows, columns, form.dtype, x.device)
+    return data, scales.empty_scale(rows, columns, x.device)
+
+
+def _dequantize_op(data: Tensor, scale: Tensor, granularity: str, out_format: str) -> Tensor:
+    return dequantize(QuantizedTensor(data, scale, Granularity(granularity)), out_format)
+
+
+def _dequantize_fake(data: Tensor, _scale: Tensor, _granularity: str, out_format: str) -> Tensor:
+    return torch.empty(
+        data.shape, dtype=format_named("dequantize", out_format).dtype, device=data.device
+    )
+
+
+_QUANTIZER = "Tensor x, str granularity, str out_format, bool power_of_two"
+
+
+def _define() -> None:
+    """Ops for dynamic, static and delayed scales, which differ in what they return and write."""
+    for suffix, scale, made in (
+        ("", "", "Tensor, "),
+        ("_static", ", Tensor scale", ""),
+        ("_delayed", ", Tensor scale, Tensor(a!) amax", ""),
+    ):
+        result = f"({made}Tensor)" if made else "Tensor"
+        ops = [(f"quantize{suffix}", result, _quantize_op, _quantize_fake)] + [
+            (
+                f"quantize_transpose{suffix}{'_sums' if sums else ''}",
+                f"(Tensor, {made}Tensor, Tensor{', Tensor' if sums else ''})",
+                functools.partial(_quantize_transpose_op, sums),
+                functools.partial(_quantize_transpose_fake, sums),
+            )
+            for sums in (False, True)
+        ]
+        for name, results, call, fake in ops:
+            define = recorded_op if suffix != "_delayed" else plain_op
+            define(_LIBRARY, f"{name}({_QUANTIZER}{scale}) -> {results}", call)
+            torch.library.register_fake(f"lokakern::{name}", fake, lib=_LIBRARY)
+
+
+_define()
+recorded_op(
+    _LIBRARY,
+    "dequantize(Tensor data, Tensor scale, str granularity, str out_format) -> Tensor",
+    _dequantize_op,
+)
+torch.library.register_fake("lokakern::dequantize", _dequantize_fake, lib=_LIBRARY)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from lokakern.epilogue import ACTIVATIONS
 from lokakern.errors import FormatError, ShapeError, UnknownNameError
@@ -18,7 +20,15 @@ from lokakern.functional.checks import (
     checked_scale,
     operand_of,
 )
-from lokakern.native import replayed
+from lokakern.functional.static_scale import check_number, output_scale, with_kept_scale
+from lokakern.functional.traced import (
+    budget_of_limits,
+    limits_of,
+    parts_of,
+    plain_op,
+    text_of,
+)
+from lokakern.native import recorded_op, replayed
 from lokakern.problems import format_named
 from lokakern.quantized_tensor import ROW_BYTES
 from lokakern.registry.register import fp8_format
@@ -40,6 +50,13 @@ from lokakern.types import (
 Quantized = QuantizedTensor | Sequence[QuantizedTensor]
 
 
+def _kept_scale(given: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Tensor | None:
+    """The scale of a number in memory that nobody may write."""
+    a = args[0] if args else options["a"]
+    return checked_scale("scaled_gemm", given, (a if hasattr(a, "device") else a[0]).device)
+
+
+@with_kept_scale(_kept_scale)
 @replayed
 def scaled_gemm(
     a: Quantized,
@@ -69,7 +86,8 @@ def scaled_gemm(
         activation: f: "none", "relu", "hardswish" or "silu".
         cross: ``(x0, x)``: f is DCN's ``x0 * (a @ b + bias) + x``. Both ``[m, n]``, bfloat16,
             columns contiguous.
-        out_scale: Static descale of an FP8 output: a number, or float32 ``[1, 1]``.
+        out_scale: Static descale of an FP8 output: a number, or float32 ``[1, 1]``. Results share
+            the tensor of a number: do not write to it.
         accumulate: Whether to add to the contents of ``out``, float32.
         out: Output, ``[m, n]``, columns contiguous; may be a slice.
         out_format: "bfloat16", "float32", or an FP8 format. None means the device's E4M3 with
@@ -94,6 +112,11 @@ def scaled_gemm(
         UnknownNameError: The activation is unknown.
         UnsupportedError: No kernel supports these operands here.
     """
+    if is_compiling():
+        return _traced_scaled_gemm(
+            a, b, bias, activation, cross, out_scale, accumulate, out, out_format, groups, offsets,
+            budget, batch_invariant,
+        )  # fmt: skip
     return scaled_gemm_by(
         fastest_within(budget), a, b, bias=bias, activation=activation, cross=cross,
         out_scale=out_scale, accumulate=accumulate, out=out, out_format=out_format, groups=groups,
@@ -315,3 +338,119 @@ def _checked_cross(
                 f"{x.stride()}; expected {list(shape)} torch.bfloat16, columns contiguous"
             )
     return cross[0], cross[1]
+
+
+# --- as ops of torch.compile
+
+_LIBRARY = torch.library.Library("lokakern", "FRAGMENT")
+
+
+def _traced_scaled_gemm(
+    a: Quantized,
+    b: QuantizedTensor,
+    bias: Tensor | None,
+    activation: str,
+    cross: tuple[Tensor, Tensor] | None,
+    out_scale: Tensor | float | None,
+    accumulate: bool,
+    out: Tensor | None,
+    out_format: Format | str | None,
+    groups: int,
+    offsets: Tensor | None,
+    budget: ErrorBudget | float | None,
+    batch_invariant: bool,
+) -> Tensor | QuantizedTensor:
+    op = "scaled_gemm"
+    slices = [a] if isinstance(a, QuantizedTensor) else list(a)
+    for name, operand in (("a", slices[0] if slices else None), ("b", b)):
+        if not isinstance(operand, QuantizedTensor) or operand.scale is None:
+            raise FormatError(f"{op}: {name} must be a QuantizedTensor with scales")
+    left = [parts_of(op, "a", x, False) for x in slices]
+    right, right_scale, _, right_form = parts_of(op, "b", b, True)
+    x0, x = (None, None) if cross is None else cross
+    scale = out_scale
+    if isinstance(scale, Tensor):
+        scale = checked_scale(op, scale.detach(), scale.device)
+    elif scale is not None:
+        check_number(op, scale)
+        scale = output_scale(right, None, None, "", 0, "", float(scale))
+    if accumulate and out is None:
+        raise ShapeError("scaled_gemm: accumulate adds to out, and out is None; pass out=")
+    form = text_of(out_format)
+    rest = (
+        right, right_scale, right_form,
+        *(None if t is None else t.detach() for t in (bias, x0, x)), scale, offsets, activation,
+        bool(accumulate), form, groups, limits_of(budget), bool(batch_invariant),
+    )  # fmt: skip
+    ops = torch.ops.lokakern
+    operands: tuple[Any, ...] = left[0][:2]
+    if len(slices) > 1:
+        operands = [p[0] for p in left], [p[1] for p in left]
+    given = (*operands, left[0][3], *rest)
+    if out is not None:
+        (ops.scaled_gemm_slices_out if len(slices) > 1 else ops.scaled_gemm_out)(out, *given)
+        return out
+    data: Tensor = (ops.scaled_gemm_slices if len(slices) > 1 else ops.scaled_gemm)(*given)
+    return data if scale is None else QuantizedTensor(data, scale, Granularity.TENSOR)
+
+
+def _called(out: Tensor | None, *given: Any) -> Tensor:
+    """The eager call with the arguments of an op; its data."""
+    (left, left_scale, left_form, right, right_scale, right_form, bias, x0, x, scale, offsets,
+     activation, accumulate, out_format, groups, limits, batch_invariant) = given  # fmt: skip
+    a: Quantized
+    if isinstance(left, Tensor):
+        a = QuantizedTensor(left, left_scale, Granularity(left_form))
+    else:
+        a = [
+            QuantizedTensor(data, scale, Granularity(left_form))
+            for data, scale in zip(left, left_scale, strict=True)
+        ]
+    with torch.no_grad():
+        made = scaled_gemm(
+            a, QuantizedTensor(right, right_scale, Granularity(right_form), True), bias=bias,
+            activation=activation, cross=None if x0 is None else (x0, x), out_scale=scale,
+            accumulate=accumulate, out=out, out_format=out_format or None, groups=groups,
+            offsets=offsets, budget=budget_of_limits(limits), batch_invariant=batch_invariant,
+        )  # fmt: skip
+    return made.data if isinstance(made, QuantizedTensor) else made
+
+
+def _scaled_gemm_op(*given: Any) -> Tensor:
+    return _called(None, *given)
+
+
+def _scaled_gemm_out_op(out: Tensor, *given: Any) -> None:
+    _called(out, *given)
+
+
+def _scaled_gemm_fake(*given: Any) -> Tensor:
+    left, right, scale, offsets = given[0], given[3], given[9], given[10]
+    out_format, groups = given[13], given[14]
+    first = left if isinstance(left, Tensor) else left[0]
+    if offsets is not None:
+        groups = offsets.shape[0] - 1
+    rows, columns = first.shape[0], right.shape[0] // groups
+    if out_format:
+        form = format_named("scaled_gemm", out_format)
+    else:
+        form = Format.BFLOAT16 if scale is None else fp8_format(device_of(first))
+    if form.is_fp8:
+        return empty_data(rows, columns, form.dtype, first.device)
+    return torch.empty((rows, columns), dtype=form.dtype, device=first.device)
+
+
+_REST = (
+    "str a_granularity, Tensor b, Tensor b_scale, str b_granularity, Tensor? bias, Tensor? x0, "
+    "Tensor? x, Tensor? out_scale, Tensor? offsets, str activation, bool accumulate, "
+    "str out_format, SymInt groups, float[] limits, bool batch_invariant"
+)
+_ONE, _SLICES = "Tensor a, Tensor a_scale", "Tensor[] a, Tensor[] a_scale"
+recorded_op(_LIBRARY, f"scaled_gemm({_ONE}, {_REST}) -> Tensor", _scaled_gemm_op)
+plain_op(_LIBRARY, f"scaled_gemm_slices({_SLICES}, {_REST}) -> Tensor", _scaled_gemm_op)
+for _name in ("scaled_gemm", "scaled_gemm_slices"):
+    torch.library.register_fake(f"lokakern::{_name}", _scaled_gemm_fake, lib=_LIBRARY)
+for _name, _operands in (("scaled_gemm_out", _ONE), ("scaled_gemm_slices_out", _SLICES)):
+    _schema = f"{_name}(Tensor(a!) out, {_operands}, {_REST}) -> ()"
+    plain_op(_LIBRARY, _schema, _scaled_gemm_out_op)
+    torch.library.register_fake(f"lokakern::{_name}", lambda *_: None, lib=_LIBRARY)

@@ -6,7 +6,13 @@ namespace lokakern {
 
 // Ops that have plans; `recorded_op` in Python registers NAME_cold for each.
 inline constexpr const char* kOps[] = {"gemm", "routed_gemm", "weight_gradient", "quantize_weight",
-                                       "quantize_activated", "activated_gemm"};
+                                       "quantize_activated", "activated_gemm",
+                                       "gemm_norm", "gemm_norm_scaled", "norm_quantize",
+                                       "norm_quantize_scaled", "scaled_gemm", "quantize",
+                                       "quantize_static", "quantize_transpose",
+                                       "quantize_transpose_sums", "quantize_transpose_static",
+                                       "quantize_transpose_static_sums", "dequantize",
+                                       "output_scale"};
 // As Python defines them, for programs without it.
 inline constexpr const char* kSchemas[] = {
     "gemm(Tensor a, Tensor b, Tensor? b_scale, Tensor? source, Tensor? bias, str granularity, "
@@ -17,7 +23,42 @@ inline constexpr const char* kSchemas[] = {
     "quantize_weight(Tensor weight, str scales) -> (Tensor, Tensor)",
     "quantize_activated(Tensor x, str activation, str name) -> (Tensor, Tensor)",
     "activated_gemm(Tensor x, str activation, str name, Tensor data, Tensor scale, Tensor? bias, "
-    "str route) -> Tensor"};
+    "str route) -> Tensor",
+    "gemm_norm(Tensor a, Tensor? a_scale, str a_granularity, Tensor b, Tensor? b_scale, Tensor? "
+    "source, str b_granularity, Tensor? bias, Tensor? norm_weight, Tensor? norm_bias, Tensor? "
+    "residual, Tensor? gate, Tensor? x0, Tensor? x, str norm, float eps, str activation, bool "
+    "residual_last, str out_format, str out_granularity, Tensor? out_scale, float[] limits, str[] "
+    "distributions, str on_miss) -> Tensor",
+    "gemm_norm_scaled(Tensor a, Tensor? a_scale, str a_granularity, Tensor b, Tensor? b_scale, "
+    "Tensor? source, str b_granularity, Tensor? bias, Tensor? norm_weight, Tensor? norm_bias, "
+    "Tensor? residual, Tensor? gate, Tensor? x0, Tensor? x, str norm, float eps, str activation, "
+    "bool residual_last, str out_format, str out_granularity, Tensor? out_scale, float[] limits, "
+    "str[] distributions, str on_miss) -> (Tensor, Tensor)",
+    "norm_quantize(Tensor rows, Tensor? bias, Tensor? norm_weight, Tensor? norm_bias, Tensor? "
+    "residual, Tensor? gate, Tensor? x0, Tensor? x, str norm, float eps, str activation, bool "
+    "residual_last, str out_format, str out_granularity, Tensor? out_scale) -> Tensor",
+    "norm_quantize_scaled(Tensor rows, Tensor? bias, Tensor? norm_weight, Tensor? norm_bias, "
+    "Tensor? residual, Tensor? gate, Tensor? x0, Tensor? x, str norm, float eps, str activation, "
+    "bool residual_last, str out_format, str out_granularity, Tensor? out_scale) -> (Tensor, "
+    "Tensor)",
+    "scaled_gemm(Tensor a, Tensor a_scale, str a_granularity, Tensor b, Tensor b_scale, str "
+    "b_granularity, Tensor? bias, Tensor? x0, Tensor? x, Tensor? out_scale, Tensor? offsets, str "
+    "activation, bool accumulate, str out_format, SymInt groups, float[] limits, bool "
+    "batch_invariant) -> Tensor",
+    "quantize(Tensor x, str granularity, str out_format, bool power_of_two) -> (Tensor, Tensor)",
+    "quantize_static(Tensor x, str granularity, str out_format, bool power_of_two, Tensor scale) "
+    "-> Tensor",
+    "quantize_transpose(Tensor x, str granularity, str out_format, bool power_of_two) -> (Tensor, "
+    "Tensor, Tensor, Tensor)",
+    "quantize_transpose_sums(Tensor x, str granularity, str out_format, bool power_of_two) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "quantize_transpose_static(Tensor x, str granularity, str out_format, bool power_of_two, "
+    "Tensor scale) -> (Tensor, Tensor, Tensor)",
+    "quantize_transpose_static_sums(Tensor x, str granularity, str out_format, bool power_of_two, "
+    "Tensor scale) -> (Tensor, Tensor, Tensor, Tensor)",
+    "dequantize(Tensor data, Tensor scale, str granularity, str out_format) -> Tensor",
+    "output_scale(Tensor like, Tensor? weight, Tensor? bias, str norm, SymInt columns, str "
+    "out_format, float number) -> Tensor"};
 
 // Signature of the op call under way that is to be recorded, or null.
 extern thread_local const Words* recorded;

@@ -33,6 +33,21 @@ def test_replays_have_the_bits_of_python(seed: int, library: Any) -> None:
     assert compare_bits(draw, *shape, device="cuda") > 8 and library.size() > 8
 
 
+def test_compiled_calls_are_replayed_with_the_bits_of_python(library: Any) -> None:
+    for name, call in native.calls(256, 512, 384, "cuda").items():
+        own, replay.NATIVE.replay = replay.NATIVE.replay, None
+        x = torch.randn(256, 384, device="cuda", dtype=torch.bfloat16)
+        try:
+            expected = bits(call(x))
+        finally:
+            replay.NATIVE.replay = own
+        torch._dynamo.reset()
+        compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+        for _ in range(4):
+            assert all(map(torch.equal, bits(compiled(x)), expected)), name
+    assert library.size() > 12
+
+
 def test_graphs_streams_and_threads() -> None:
     x = torch.randn(2048, 512, device="cuda", dtype=torch.bfloat16)
     w = lokakern.quantize(torch.randn(256, 512, device="cuda", dtype=torch.bfloat16)).t()
