@@ -216,6 +216,38 @@ def on_inference_tensors(case: Case, layer: Linear) -> Found:
         return tried(lambda: backward(layer(x), leaves_of(layer)))
 
 
+def of_an_inference_weight(case: Case, layer: Linear) -> Found:
+    """It has no version."""
+    x = case.input()
+    with torch.inference_mode():
+        layer.weight = nn.Parameter(layer.weight.clone(), requires_grad=False)
+
+    def passed() -> Found:
+        with case.autocast():
+            y = layer(x)
+        leaves = leaves_of(layer, x)
+        return [
+            y.detach(),
+            *differentiated(y, leaves, create_graph=True),
+            *differentiated(y, leaves, retain_graph=True),
+        ]
+
+    return tried(passed)
+
+
+def of_a_computed_weight(case: Case, layer: Linear) -> Found:
+    """It is no leaf."""
+    x = case.input()
+    leaves = leaves_of(layer, x)
+    with case.autocast():
+        weight = 2 * layer.weight + 1
+        y = torch.func.functional_call(layer, {"weight": weight}, x)
+    return [
+        *differentiated(y, leaves, create_graph=True, allow_unused=True),
+        *backward(y, leaves),
+    ]
+
+
 def with_regions_inside(case: Case, layer: Linear) -> Found:
     x = case.input()
     with case.autocast():
@@ -262,7 +294,8 @@ def hooked(case: Case, layer: Linear) -> Found:
 
 WAYS: tuple[Callable[[Case, Linear], Found], ...] = (
     step, step_inside, two_calls, retained, each_alone, second_derivatives, changed, changed_unseen,
-    without_gradients, on_inference_tensors, with_regions_inside, recomputed, packed, hooked,
+    without_gradients, on_inference_tensors, of_an_inference_weight, of_a_computed_weight,
+    with_regions_inside, recomputed, packed, hooked,
 )  # fmt: skip
 # Where some call is not under autocast to bfloat16, or may get nothing to multiply.
 NOT_ALL_IN_CPP = (with_regions_inside,)
