@@ -649,7 +649,8 @@ class Conversion:
             )
         sites = self.sites.values() if name is None else [self.sites[name]]
         products = [f"{s.name}: {r.explain()}" for s in sites for r in s.routes]
-        return "\n".join([*self._reasons(), *products])
+        is_forced = isinstance(self._wanted, Forced)  # which each product tells
+        return "\n".join([*([] if is_forced else self._reasons()), *products])
 
     def suite(self, m: Sequence[int], name: str = "model") -> str:
         """Missing measurements of this model as a suite, TOML for ``sweep --suite FILE``.
