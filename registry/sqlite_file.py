@@ -21,8 +21,6 @@ DIMENSIONS = ("device", "environment", "kernel", "problem", "distribution", "run
 FACTS = ("timing", "accuracy", "test_result", "host_cost")
 TABLE_NAMES = (*DIMENSIONS, *FACTS)
 STATUSES = ("ok", "wrong", "error", "out_of_memory", "timeout", "crashed", "unsupported")
-HOST_REGIMES = ("eager", "compiled")  # of host costs: those in which the host makes each call
-HOST_PATHS = ("native", "python", "torch")  # of a call: by our C++ library, without, by torch alone
 KEY_BYTES = 32  # of a fact
 # `schema_digest` of files that are read as they are, by version: so that reading takes no model of
 # them. Version 3 has all tables of version 4 but the last.

@@ -9,7 +9,7 @@ import typer
 
 from lokakern.bench.cli import options
 from lokakern.bench.cli.options import OutputFormat, say, says_errors
-from lokakern.registry.sqlite_file import HOST_REGIMES
+from lokakern.registry.schema.records import HOST_REGIMES
 
 
 class HostRegime(StrEnum):

@@ -29,8 +29,7 @@ from lokakern.device import current_device
 from lokakern.errors import LokakernError, MeasurementError
 from lokakern.progress import Progress
 from lokakern.registry.register import Kernel, kernels_for, load_kernels
-from lokakern.registry.schema.records import HostCostRecord
-from lokakern.registry.sqlite_file import HOST_REGIMES
+from lokakern.registry.schema.records import HOST_REGIMES, HostCostRecord
 from lokakern.selection.host_cost import (
     BF16,
     PREPARED,

@@ -21,7 +21,7 @@ import torch
 from lokakern import native
 from lokakern.device import current_device
 from lokakern.problems import baseline_name
-from lokakern.registry.sqlite_file import HOST_PATHS, HOST_REGIMES
+from lokakern.registry.schema.records import HOST_PATHS, HOST_REGIMES
 from lokakern.selection.candidates import Candidate, HostCost
 from lokakern.selection.ties import margin_us
 from lokakern.types import Device, Format, Problem

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from lokakern.numerics import Errors
     from lokakern.registry.register import Kernel
 
+HOST_REGIMES = ("eager", "compiled")  # of host costs: those in which the host makes each call
+HOST_PATHS = ("native", "python", "torch")  # of a call: by our C++ library, without, by torch alone
+
 
 def now_utc_ms() -> int:
     """The present instant, UTC milliseconds."""

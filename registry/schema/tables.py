@@ -36,11 +36,10 @@ from sqlalchemy.dialects.sqlite import REAL
 from sqlalchemy.schema import CreateTable
 from sqlalchemy.types import TypeEngine
 
+from lokakern.registry.schema.records import HOST_PATHS, HOST_REGIMES
 from lokakern.registry.sqlite_file import (
     DIMENSIONS,
     FACTS,
-    HOST_PATHS,
-    HOST_REGIMES,
     SCHEMA_VERSION,
     STATUSES,
 )
