@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from lokakern.sweep.resume import distribution_row
 from lokakern.sweep.worker import AccuracyTask, Death, Done, Task, TimingTask
 from lokakern.types import Device
 from tests.support.inline_worker import run_tasks_here
+from tests.support.run_files import HOST_COST
 
 Ran = tuple[int, str, str]
 SWEEP = ("sweep", "--shape", "64,32,32", "--quiet", "--kernel", "torch.bf16", "--kernel",
@@ -332,6 +334,21 @@ def test_rows_that_cannot_be_measured_here_stay_quarantined(
     assert "were not measured here: failures, another GPU" in err
     assert quarantined_counts(mine) == {"timing": len(timing), "accuracy": len(other) + len(failed)}
     assert not set(failed) & set(read_rows(mine)["accuracy"])
+
+
+def test_host_costs_stay_quarantined(
+    measured: Rows, mine: Path, command: Callable[..., Ran]
+) -> None:
+    """They depend on the CPU, its load and torch, and are never measured again."""
+    row = {name: measured[name][0][0] for name in ("run", "device", "environment")}
+    row |= asdict(HOST_COST)
+    row["key"] = row_keys.row_key("host_cost", row)
+    cost = tuple(row[column] for column in COLUMNS["host_cost"])
+    code, _, err = command({**measured, "timing": [], "host_cost": [cost]}, "--count", 8)
+    assert code == 0 and "verified in part" in err and "1 host costs were not measured here" in err
+    (imported,) = quarantined_files(mine)
+    assert read_rows(imported.path)["host_cost"] == [cost]
+    assert read_rows(mine)["host_cost"] == [] and not quarantined_counts(mine)
 
 
 def test_rows_that_are_already_trusted_are_no_evidence(
