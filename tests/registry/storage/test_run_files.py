@@ -52,6 +52,7 @@ from tests.support.run_files import (
     ENVIRONMENT,
     ERRORS,
     FIXTURES,
+    HOST_COST,
     KERNEL,
     OK,
     PROBLEM,
@@ -845,3 +846,35 @@ def test_shipped_databases_are_readable_and_small() -> None:
     for path in shipped_databases():
         assert path.stat().st_size <= 10 * 2**20, path
         read_rows(path)
+
+
+def test_host_costs_of_two_databases_merge(tmp_path: Path) -> None:
+    """Each run is a fact of its own; the same fact twice is there once, and is never changed."""
+    one, other, both = (tmp_path / f"{name}.sqlite" for name in ("one", "other", "both"))
+    for path, us in ((one, 12.5), (other, 13.0)):
+        with begin(path) as run:
+            cost = dataclasses.replace(HOST_COST, host_us_p50=us)
+            run.add_host_cost(DEVICE, ENVIRONMENT, cost)
+            with pytest.raises(DatabaseError, match=r"host_cost row .* was refused: UNIQUE"):
+                run.add_host_cost(DEVICE, ENVIRONMENT, cost)
+    assert merge([one, other], both).added["host_cost"] == 2
+    assert merge([other, one, both], both).added["host_cost"] == 0
+    found = rows_as_dicts(both, "host_cost")
+    assert sorted(row["host_us_p50"] for row in found) == [12.5, 13.0]
+    assert {row["cpu"] for row in found} == {HOST_COST.cpu}
+    rows = read_rows(both)
+    write_file(tmp_path / "edited.sqlite", edited(rows, "host_cost", host_us_p80=99.0))
+    with pytest.raises(DatabaseError, match=r"two contents .host_us_p80 "):
+        merge([tmp_path / "edited.sqlite"], both)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"host_us_p20": 0.0}, {"host_us_p20": 99.0}, {"host_us_p80": 1.0}, {"cpu": ""},
+        {"regime": "graph-cold"}, {"path": "rust"}, {"round_count": 0}, {"calls_per_round": 0},
+    ],
+)  # fmt: skip
+def test_impossible_host_costs_are_refused(database: Path, change: dict[str, Any]) -> None:
+    with begin(database) as run, pytest.raises(DatabaseError, match=r"host_cost row .*CHECK"):
+        run.add_host_cost(DEVICE, ENVIRONMENT, dataclasses.replace(HOST_COST, **change))
