@@ -125,6 +125,19 @@ def test_a_kind_of_call_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> N
     assert notes == ["compiled bf16 torch was not measured: no compiler"]
 
 
+@pytest.mark.gpu
+def test_every_kind_of_call_is_measured_on_a_gpu() -> None:
+    costs, notes = host_cost.measure_host_costs()
+    assert notes == []
+    calls = {(cost.regime, cost.call) for cost in costs}
+    assert calls >= {
+        (regime, call)
+        for regime in ("eager", "compiled")
+        for call in ("bf16", "training bf16", PREPARED, UNPREPARED, TRAINING)
+    } | {("eager", "torch.mm"), ("eager", "torch._scaled_mm")}
+    assert all(cost.host_us_p20 > 0.3 for cost in costs)
+
+
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
     capsys.readouterr()
     with pytest.raises(SystemExit) as ended:
