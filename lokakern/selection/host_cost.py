@@ -24,7 +24,7 @@ from lokakern.problems import baseline_name
 from lokakern.registry.schema.records import HOST_PATHS, HOST_REGIMES
 from lokakern.selection.candidates import Candidate, HostCost
 from lokakern.selection.ties import margin_us
-from lokakern.types import Device, Format, Problem
+from lokakern.types import COMPILED, Device, Format, Problem
 
 if TYPE_CHECKING:
     from lokakern.registry.snapshot.cells import HostCostCell
@@ -111,6 +111,8 @@ def host_costs(facts: Snapshot, device: Device, regime: str, *, is_local: bool) 
     if regime not in HOST_REGIMES or not device.is_gpu:
         return HostCosts()
     alone = "times are those of the GPU alone"
+    if regime != COMPILED:
+        alone = f"times are those of the regime {regime}"
     if not is_local:
         return HostCosts(f"not counted: {device.product} is not in this machine; {alone}")
     here, path = machine_class(), path_here()

@@ -99,6 +99,8 @@ def test_without_host_costs_nothing_changes_and_the_reason_is_told(book: Book) -
         assert "python -m lokakern.bench host" in choice.explain()
     eager = chosen(64, "eager")
     assert eager.is_miss and "only in graph-cold" in eager.pick.note, "it has times of its own"
+    assert "times are those of the regime eager" in eager.explain()
+    assert "times are those of the GPU alone" in chosen(64, "compiled").explain()
     assert "host cost" not in chosen(64, "graph-cold").explain()
 
 
