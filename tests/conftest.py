@@ -65,6 +65,8 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = Path(tempfile.mkdtemp(prefix="lokakern-tests-"))
     config.stash[_FOLDER] = folder
     os.environ["LOKAKERN_DB"] = str(folder / "user.sqlite")  # never the user's
+    # Most tests are about what was measured; those of predictions turn them on.
+    os.environ["LOKAKERN_PREDICT"] = "0"
     os.environ.pop("LOKAKERN_CHOICES", None)
     os.environ.setdefault("LOKAKERN_NATIVE", "off")  # but for tests of it
     os.environ.setdefault("LOKAKERN_TESTS", str(folder))  # sharing.py: that of the first process

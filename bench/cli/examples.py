@@ -10,6 +10,7 @@ EXAMPLES = {
         "sweep --only-stale",
     ),
     "host": ("host", "host --regime compiled"),
+    "fit": ("fit", "fit --device 'NVIDIA H200' --out model.json"),
     "explain": (
         "explain gemm --shape 32768,2048,2048 --device 'NVIDIA H200'",
         "explain --shapes shapes.csv --device 'NVIDIA H200' --budget 0.06",

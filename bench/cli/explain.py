@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +12,7 @@ import typer
 from lokakern.bench.cli import options
 from lokakern.bench.cli.options import OutputFormat, reading, say, says_errors
 from lokakern.bench.fp8_gain import products
-from lokakern.bench.fp8_gain.gain import Row, Worth, worth
+from lokakern.bench.fp8_gain.gain import PREDICTED, Row, Worth, worth
 from lokakern.errors import UnknownNameError
 from lokakern.functional.checks import granularity_named
 from lokakern.probe import files
@@ -89,7 +90,8 @@ def explain(
 
     With many products (--shapes, --model or --probe), show whether FP8 is worth it: the choice for
     each, its gain over bf16 by times measured on the device, which need not be present, and the
-    total. Products that were never measured are listed and excluded from the total.
+    total. Products that were never measured are predicted if a model covers them (`fit`), marked
+    and summed apart with an interval; others are listed and excluded from the totals.
     """
     from lokakern.render.terminal import TerminalProgress
 
@@ -169,6 +171,7 @@ def _print_choice(choice: Choice, how: OutputFormat) -> None:
             "regime": choice.table.regime, "gpu_us": choice.gpu_us, "host_us": choice.host_us,
             "host_cost": choice.table.host or None, "interpolated": choice.interpolated,
             "miss": choice.is_miss,
+            "predicted": None if choice.predicted is None else asdict(choice.predicted),
             "tied": choice.tied, "errors": choice.errors, "rejected": choice.rejected,
         }  # fmt: skip
         print(json.dumps(facts, indent=2))
@@ -238,6 +241,7 @@ def _facts(row: Row) -> dict[str, Any]:
         "count": p.count, "state": row.state, "kernel": row.kernel or None, "us": row.us,
         "bf16_us": row.bf16_us, "speedup": row.speedup, "gain_us": row.gain_us,
         "row_err": row.row_err, "why": row.why,
+        "predicted": None if row.predicted is None else asdict(row.predicted),
     }  # fmt: skip
 
 
@@ -249,10 +253,14 @@ def _cells(row: Row, found: Worth) -> dict[str, Any]:
     cells["m,n,k"] = f"{p.m},{p.n},{p.k}" + (f" x{p.batch}" if p.batch > 1 else "")
     if any(other.product.count > 1 for other in found.rows):
         cells["count"] = p.count
-    between = " ~" if row.state == "interpolated" else ""
+    mark = {"interpolated": " ~", PREDICTED: " (predicted)"}.get(row.state, "")
+    us, bf16_us, speedup, gain_us = row.us, row.bf16_us, row.speedup, row.gain_us
+    if (guess := row.predicted) is not None:
+        us, bf16_us, speedup = guess.us, guess.bf16_us, guess.bf16_us / guess.us
+        gain_us = p.count * (bf16_us - us)
     cells |= {
-        "choice": (row.kernel or row.state) + between, "us": row.us, "bf16 us": row.bf16_us,
-        "x bf16": row.speedup, "saved us": row.gain_us,
+        "choice": (row.kernel or row.state) + mark, "us": us, "bf16 us": bf16_us,
+        "x bf16": speedup, "saved us": gain_us,
         "why": row.why if len(row.why) <= 100 else f"{row.why[:97]}...",
     }  # fmt: skip
     return cells

@@ -22,6 +22,7 @@ from lokakern.bench.cli.examples import examples_of
 from lokakern.bench.cli.exchange import diff, export, import_, merge
 from lokakern.bench.cli.explain import explain
 from lokakern.bench.cli.explore import explore
+from lokakern.bench.cli.fit import fit
 from lokakern.bench.cli.host import host
 from lokakern.bench.cli.model import model
 from lokakern.bench.cli.options import OutputFormat, reading, say, says_errors
@@ -98,7 +99,7 @@ def list_(
 
 
 for name, command in {
-    "sweep": sweep, "host": host, "explain": explain, "chain": chain, "model": model,
+    "sweep": sweep, "fit": fit, "host": host, "explain": explain, "chain": chain, "model": model,
     "tune": tune,
     "compare": compare, "report": report, "export": export, "import": import_, "verify": verify,
     "merge": merge, "diff": diff, "explore": explore, "list": list_,

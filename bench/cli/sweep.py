@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lokakern.bench.cli import options
+from lokakern.bench.cli.fit import write_model
 from lokakern.bench.cli.options import OutputFormat, say, says_errors
 from lokakern.build import prebuild as compiling
 from lokakern.device import current_device
@@ -21,6 +22,7 @@ from lokakern.registry.register import fp8_format, load_tried
 from lokakern.registry.schema.row_keys import from_row, row_of
 from lokakern.registry.storage.paths import user_database
 from lokakern.selection import dispatcher, misses
+from lokakern.selection.prediction.models import model_path
 from lokakern.types import Device, Problem
 from lokakern.workloads.filters import parse_condition
 from lokakern.workloads.suite_files import suite_named
@@ -93,6 +95,18 @@ def sweep(
     from_misses: Annotated[
         bool, typer.Option("--from-misses", help="Measure the problems that gemm missed.")
     ] = False,
+    for_model: Annotated[
+        bool,
+        typer.Option(
+            "--for-model",
+            help="Only the quarter of the unmeasured problems whose measurement is most likely to "
+            "change a predicted choice (see fit).",
+        ),
+    ] = False,
+    fit: Annotated[
+        bool,
+        typer.Option("--fit", help="Then fit the model that predicts unmeasured sizes (see fit)."),
+    ] = False,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Repeat measurements that the database contains.")
     ] = False,
@@ -150,6 +164,12 @@ def sweep(
     if only_stale and (fresh or prebuild):
         raise typer.BadParameter(f"goes without {'--fresh' if fresh else '--prebuild'}",
                                  param_hint="--only-stale")  # fmt: skip
+    if for_model and (fresh or only_stale or prebuild):
+        wrong = "--fresh" if fresh else "--only-stale" if only_stale else "--prebuild"
+        raise typer.BadParameter(f"goes without {wrong}", param_hint="--for-model")
+    if fit and prebuild:
+        raise typer.BadParameter("goes without --prebuild", param_hint="--fit")
+    fitted = options.file_of(str(_target(db)), "--fit") if fit else None
     take_gpu()
     device = compiling.gpu_named(device_name) if prebuild else current_device()
 
@@ -173,6 +193,10 @@ def sweep(
             cases, name = _cases_of_suite(suite or DEFAULT_SUITE, device)
         if cases or not only_stale:  # an empty database is not a usage error
             cases = _checked(cases, name, where, kernel or (), device)
+        if for_model:
+            cases = _most_doubtful(cases, read(), regime, device, ranks)
+            if not cases:
+                return
         if prebuild:
             _prebuild(cases, device, kernel or (), quiet)
             return
@@ -214,6 +238,11 @@ def sweep(
         else:
             rows = summary_rows(database.own, shown_cases, regime.value if regime else None)
             terminal.print_rows(rows, how, title=f"{name} on {device.product}")
+    if fitted is not None:
+        with options.reading(db):
+            place = model_path(fitted, device)
+            _, quality = write_model(place, device, quiet=quiet)
+        say(f"{place}: {quality}")
     if done.out_of_time:
         say(f"the time limit of {time_limit:g} s ended the sweep; run it again")
         raise typer.Exit(TIME_LIMIT_EXIT)
@@ -238,6 +267,26 @@ def _asked_for(
             raise MeasurementError(f"{found} cannot be measured: {reason}")
         cases.append(Case(found, "X1"))
     return list(dict.fromkeys(cases))
+
+
+def _most_doubtful(
+    cases: Sequence[Case],
+    database: SweepDatabase,
+    regime: options.TimingRegime | None,
+    device: Device,
+    ranks: SingleRank,
+) -> list[Case]:
+    """The cases that would change the most predicted choices; one rank finds them for all."""
+    from lokakern.bench.prediction.doubt import doubtful
+
+    def look() -> list[int]:
+        database.collect_runs()
+        how = regime.value if regime else None
+        found = doubtful(cases, device, how, database.dispatched)
+        say(str(found))
+        return [*found.places]
+
+    return [cases[place] for place in ranks.plan("for-model", look)]
 
 
 def _cases_timed(

@@ -1,6 +1,7 @@
 """Choices of dispatch for the products of a user's model, and their gains over bf16.
 
-Times are measurements on a device; GEMMs without any are reported and left out of sums. Inference
+Times are measurements on a device. GEMMs without any have predicted times, if a model of the device
+covers them, which are marked and summed apart; others are reported and left out of sums. Inference
 may use prepared weights in the fastest form, training quantizes both operands each time. A gain is
 over the unquantized kernel that was timed with the choice, as in `explain`.
 """
@@ -21,6 +22,17 @@ from lokakern.workloads.gemm_cases import prepared_cases, unquantized_case
 from lokakern.workloads.gemm_gradient_cases import grad_input_cases, grad_weight_case
 
 NEVER = "never measured"
+PREDICTED = "predicted"
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """Predicted times of one call of a GEMM, in microseconds."""
+
+    us: float  # of the choice
+    bf16_us: float  # of the fastest unquantized kernel
+    least_us: float  # the ends of the interval of `us`
+    most_us: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +41,13 @@ class Row:
 
     product: Product
     gemm: str  # "output", "grad_input" or "grad_weight"
-    state: str  # "measured", "interpolated" between measured m, or `NEVER`
+    state: str  # "measured", "interpolated" between measured m, `PREDICTED` or `NEVER`
     kernel: str  # the choice; "" if nothing was measured
     us: float | None  # its time including quantization, if measured
     bf16_us: float | None  # time of the unquantized kernel
     row_err: float | None  # the worst stored bound of the choice, if known
     why: str  # a short reason
+    predicted: Predicted | None = None  # without measurements
 
     @property
     def speedup(self) -> float | None:
@@ -76,25 +89,54 @@ class Worth:
             "us": us if rows else None,
             "gain_us": bf16_us - us if rows else None,
             "speedup": bf16_us / us if rows else None,
+            "predicted": self._predicted(),
         }
 
+    def _predicted(self) -> dict[str, float] | None:
+        """Sums over predicted rows, with all intervals at the same end; None without any."""
+        rows = [(row.predicted, row.product.count) for row in self.rows if row.predicted]
+        if not rows:
+            return None
+        bf16_us, us, least, most = (
+            sum(count * getattr(p, name) for p, count in rows)
+            for name in ("bf16_us", "us", "least_us", "most_us")
+        )
+        return {
+            "products": len(rows), "bf16_us": bf16_us, "us": us, "speedup": bf16_us / us,
+            "speedup_low": bf16_us / most, "speedup_high": bf16_us / least,
+        }  # fmt: skip
+
     def words(self) -> str:
-        """The sums in two lines."""
+        """The sums, each in a line."""
         total, count = self.total(), len(self.rows)
         what = "GEMMs" if any(row.gemm != "output" for row in self.rows) else "products"
+        lines = [self._measured_words(total, what)]
+        predicted, measured = total["predicted"], total["measured"]
+        left = count - measured
+        if predicted:
+            left -= predicted["products"]
+            lines.append(
+                f"Predicted, not measured: {predicted['products']}. "
+                f"{predicted['bf16_us']:.1f} us in bf16, {predicted['us']:.1f} us by these "
+                f"choices, {predicted['speedup']:.2f}x as fast ({predicted['speedup_low']:.2f} to "
+                f"{predicted['speedup_high']:.2f})."
+            )
+        if measured and left:
+            lines.append(f"Never measured, and in no sum: {left}.")
+        return "\n".join(lines)
+
+    def _measured_words(self, total: dict[str, Any], what: str) -> str:
+        count = len(self.rows)
         if not total["measured"]:
             return f"None of {count} {what} was ever measured on {self.device}."
         between = total["interpolated"]
         how = f" ({between} between measured m)" if between else ""
-        first = (
+        return (
             f"{total['measured']} of {count} {what} were measured{how}, "
             f"{total['measured_flops_share']:.1%} of the FLOPs: {total['bf16_us']:.1f} us in bf16, "
             f"{total['us']:.1f} us by these choices, {total['speedup']:.2f}x as fast, "
             f"{total['quantized']} of them in FP8."
         )
-        if total["measured"] == count:
-            return first
-        return f"{first}\nNever measured, and in no sum: {count - total['measured']}."
 
     def missing(self) -> list[dict[str, Any]]:
         """Layers of a suite that were never measured, without batched products."""
@@ -191,7 +233,33 @@ def _row(product: Product, gemm: str, ways: Sequence[Sequence[Choice]]) -> Row:
             why += "; times without the bias"
         return Row(product, gemm, state, choice.kernel, us, plain, choice.errors.get("row_err"),
                    why)  # fmt: skip
-    return Row(product, gemm, NEVER, "", None, None, None, ways[0][0].pick.note)
+    return _predicted_row(product, gemm, ways) or Row(
+        product, gemm, NEVER, "", None, None, None, ways[0][0].pick.note
+    )
+
+
+def _predicted_row(product: Product, gemm: str, ways: Sequence[Sequence[Choice]]) -> Row | None:
+    """The row of the choice with the least predicted time; None without predictions."""
+    for choices in ways:
+        known = [
+            (choice, found)
+            for choice in choices
+            if (found := choice.predicted) is not None and not found.transferred_from
+        ]
+        if not known:
+            continue
+        choice, found = min(known, key=lambda x: (not _quantizes(x[0]), x[1].latency_us))
+        if _quantizes(choice):
+            ends = found.plain_us / found.high, found.plain_us / found.low
+        else:
+            choice, found = known[0]  # the unprepared weight
+            ends = found.latency_us, found.latency_us
+        why = f"predicted: {found}"
+        return Row(
+            product, gemm, PREDICTED, choice.kernel, None, None, choice.errors.get("row_err"), why,
+            Predicted(found.latency_us, found.plain_us, *ends),
+        )  # fmt: skip
+    return None
 
 
 def _quantizes(choice: Choice) -> bool:

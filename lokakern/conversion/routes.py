@@ -96,6 +96,7 @@ class Judge:
         table = dispatcher.table_for(
             problem, self.budget, self.distributions, device, self.regime, is_choice=False,
             is_training=self.is_training,
+            predicts=False,
         )  # fmt: skip
         if self.verdicts is None:
             return table, list(table.candidates)

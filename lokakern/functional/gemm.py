@@ -62,8 +62,9 @@ def gemm(
         bias: ``[n]``, dtype of ``a``, added before the output is rounded.
         out: Output, ``[m, n]``, dtype of ``a``, columns contiguous; may be a slice.
         distribution: Input distributions for the error; None means all realistic ones.
-        on_miss: Action without measurements: "bf16" (the unquantized kernel, logged once and saved
-            for ``sweep --from-misses``), "raise", or "measure" (sweep this problem now).
+        on_miss: Action without measurements: "bf16" (the unquantized kernel, or one that a model
+            predicts to be faster; logged once and saved for ``sweep --from-misses``), "raise", or
+            "measure" (sweep this problem now).
         check: ``"every:rows"``, such as "1000:64": in every 1000th call with such operands 64 rows
             are also computed in float32, and a later call issues an `ErrorBudgetWarning` if their
             error exceeds the budget (`lokakern.sampled_check`). None: the value of LOKAKERN_CHECK

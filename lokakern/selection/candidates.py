@@ -107,6 +107,7 @@ class Candidate:
     failed_here: frozenset[int] = frozenset()  # the m in `failed` that rest on verified rows
     errors_of_n: int = 0  # the n of the errors, if it is another
     set_aside: tuple[str, ...] = ()  # unverified failures that verified rows refute
+    errors_predicted: bool = False  # a bound from other n and k
     estimated: str = ""  # what the times are made of, if the kernel itself was not timed
     host: HostCost | None = None  # of a call, if it counts
 
@@ -171,6 +172,7 @@ class Bounds:
     is_verified: bool = True
     n: int = 0  # where they were measured, if at another n
     set_aside: str = ""  # the largest claimed row error that is disregarded
+    is_predicted: bool = False  # from other n and k
 
 
 # Bounds of a numerics class at an `accuracy_problem`, by the keys of both, which many kernels and
@@ -214,7 +216,7 @@ def candidate_of(
     graded = [(cell, evidence.freshness(cell)) for cell in cells]
     is_baseline = name == baseline_name(problem)  # that is always legal: hearsay stops nobody
     current = [c for c, fresh in graded if fresh != "stale"]
-    bad = _unsafe((c for c in current if not (is_baseline and c.tier)), lambda c: c.problem)
+    bad = unsafe((c for c in current if not (is_baseline and c.tier)), lambda c: c.problem)
     is_ours = any(c.status == "ok" and not c.tier for c in current)
     set_aside: list[str] = []
     if bad is not None:
@@ -235,7 +237,7 @@ def candidate_of(
         and kernel is not None
         and baseline_name(problem) is not None
     )
-    found = _errors_or_reason(row, problem, evidence)
+    found = errors_or_reason(row, problem, evidence)
     unknown = found if isinstance(found, str) else ""
     bounds = Bounds({}, "") if isinstance(found, str) else found
     wrong = _wrong(row, problem, bounds.n, evidence)
@@ -268,7 +270,7 @@ def _class_of(kernel: Kernel | None, cells: list[TimingCell]) -> KernelRow:
 Cell = TypeVar("Cell", "TimingCell", "AccuracyCell")
 
 
-def _unsafe(cells: Iterable[Cell], place: Callable[[Cell], Any]) -> Cell | None:
+def unsafe(cells: Iterable[Cell], place: Callable[[Cell], Any]) -> Cell | None:
     """A wrong result or crash at any place, which rejects the kernel at all places.
 
     A verified one if there is any, else an unverified one.
@@ -383,7 +385,7 @@ def _rank(cell: TimingCell | AccuracyCell, fresh: str) -> tuple[bool | int, ...]
     return fresh == "stale", bool(cell.tier), FRESHNESS.index(fresh), cell.grade != "full"
 
 
-def _errors_or_reason(kernel: KernelRow, problem: Problem, evidence: Evidence) -> Bounds | str:
+def errors_or_reason(kernel: KernelRow, problem: Problem, evidence: Evidence) -> Bounds | str:
     """Largest bounds of a kernel's numerics class, or why there are none.
 
     Errors measured here at the problem come first, then those at another n, then imported ones.
@@ -397,13 +399,13 @@ def _errors_or_reason(kernel: KernelRow, problem: Problem, evidence: Evidence) -
         return memory[place]
     found: Bounds | str = ""
     for ours_only in (True, False) if facts.has_quarantined else (True,):
-        found = _bounds_or_reason(kernel, problem, asked, evidence, ours_only)
+        found = bounds_or_reason(kernel, problem, asked, evidence, ours_only)
         if isinstance(found, str) and not _is_tried(kernel, asked, evidence, ours_only):
             found = _of_another_n(kernel, problem, evidence, ours_only) or found
         if isinstance(found, Bounds):
             break
     if isinstance(found, Bounds) and found.n and found.is_verified and facts.has_quarantined:
-        heard = _bounds_or_reason(kernel, problem, asked, evidence, False)
+        heard = bounds_or_reason(kernel, problem, asked, evidence, False)
         if isinstance(heard, Bounds) and heard.errors["row_err"] > found.errors["row_err"]:
             words = f"row_err {heard.errors['row_err']:.4g} on {heard.worst_distribution}"
             found = replace(found, set_aside=words)
@@ -428,7 +430,7 @@ def _wrong(
     for key, where in places:
         own = evidence.facts.accuracy_cells(evidence.device.architecture, kernel.name, key)
         current = (c for c in own if evidence.freshness(c) != "stale")
-        bad = _unsafe(current, lambda c: (c.distribution, c.parameters, c.seed))
+        bad = unsafe(current, lambda c: (c.distribution, c.parameters, c.seed))
         if bad is not None:
             found = f"{bad.status} on {bad.distribution}{where}: {bad.reason}", bad
             if not bad.tier:
@@ -460,7 +462,7 @@ def _of_another_n(
     like = evidence.facts.accuracies_like(asked)
     others = [(n, key) for n, key in like if n >= WIDE and n % step == 0]
     for n, key in sorted(others, key=lambda other: (abs(math.log(other[0] / asked.n)), other)):
-        found = _bounds_or_reason(kernel, replace(problem, n=n), key, evidence, ours_only)
+        found = bounds_or_reason(kernel, replace(problem, n=n), key, evidence, ours_only)
         if isinstance(found, Bounds):
             errors = {limit: ERRORS_OF_ANOTHER_N * found.errors[limit] for limit in CARRIED}
             errors["sqnr_db"] = found.errors["sqnr_db"] - 20 * math.log10(ERRORS_OF_ANOTHER_N)
@@ -468,7 +470,7 @@ def _of_another_n(
     return None
 
 
-def _bounds_or_reason(
+def bounds_or_reason(
     kernel: KernelRow, problem: Problem, asked: str, evidence: Evidence, ours_only: bool
 ) -> Bounds | str:
     """Largest bounds over distributions, or why there are none.

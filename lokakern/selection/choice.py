@@ -6,7 +6,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lokakern.device import current_device
 from lokakern.errors import UnsupportedError
@@ -14,6 +14,9 @@ from lokakern.registry.register import Kernel
 from lokakern.selection.candidates import ERRORS_OF_ANOTHER_N
 from lokakern.selection.table import Pick, Table
 from lokakern.types import REALISTIC_DISTRIBUTIONS, Problem
+
+if TYPE_CHECKING:
+    from lokakern.selection.prediction.forecast import Prediction
 
 # `lokakern.functional.run.run`, which is in a layer above and always imported with lokakern.
 _runner: Callable[..., Any] | None = None
@@ -78,12 +81,23 @@ class Choice:
         return time.host.us if time is not None and time.host is not None else None
 
     @property
+    def predicted(self) -> Prediction | None:
+        """Predicted times where nothing was measured, by which the kernel was chosen.
+
+        If they rest on another GPU type (`transferred_from`), they are shown only.
+        """
+        return self.pick.prediction
+
+    @property
     def interpolated(self) -> bool:
         return self.pick.interpolated
 
     @property
     def is_miss(self) -> bool:
-        """Whether the database has no answer, so that the unquantized kernel is used."""
+        """Whether the database has no answer.
+
+        Then the unquantized kernel is used, or one that is `predicted` to be faster.
+        """
         return bool(self.pick.note)
 
     @property
@@ -122,12 +136,17 @@ class Choice:
             facts += [pick.time.freshness] if pick.time.freshness != "fresh" else []
             facts += [] if pick.time.is_verified else ["imported and not verified"]
             how = f"{pick.time.latency_us:.2f} us ({', '.join(facts)})"
+        if pick.prediction is not None and not pick.prediction.transferred_from:
+            how = f"predicted, not measured: {pick.prediction}"
         name = pick.name or "no kernel"
         lines = [f"{self.problem} on {table.device.product}{within}: {name}, {how}"]
         if pick.note:
             lines.append(f"  miss: {pick.note}")
         if table.host:
             lines.append(f"  host cost: {_host_words(pick, table)}")
+        if pick.prediction is not None and pick.prediction.transferred_from:
+            lines.append(f"  transferred from {pick.prediction.transferred_from}, never chosen by: "
+                         f"{pick.prediction}")  # fmt: skip
         if pick.candidate and pick.candidate.estimated:
             lines.append(f"  time: {pick.candidate.estimated}; the kernel itself was not measured")
         if table.origin is not None:
@@ -139,6 +158,8 @@ class Choice:
             worst = pick.candidate.worst_distribution if pick.candidate else ""
             lines.append(f"  error: {words} (row_err worst on {worst})")
         if pick.candidate:
+            if pick.candidate.errors_predicted:
+                lines.append("  error: a bound from measurements at other n and k")
             if pick.candidate.errors_of_n:
                 lines.append(f"  error: {ERRORS_OF_ANOTHER_N:g} times what was measured at "
                              f"n={pick.candidate.errors_of_n} and the same k")  # fmt: skip
@@ -172,6 +193,8 @@ class Choice:
 
     def __repr__(self) -> str:
         time = "not measured" if self.table.origin is None or self.is_miss else "frozen"
+        if self.predicted is not None and not self.predicted.transferred_from:
+            time = f"predicted {self.predicted.latency_us:.2f} us"
         time = time if self.latency_us is None else f"{self.latency_us:.2f} us"
         return f"Choice({self.kernel!r}, {self.problem}, {time})"
 

@@ -45,6 +45,8 @@ from lokakern.types import (
 if TYPE_CHECKING:
     from lokakern.registry.snapshot.cells import TimingCell
     from lokakern.registry.snapshot.snapshot import Snapshot
+    from lokakern.selection.prediction.forecast import Forecast
+    from lokakern.selection.prediction.model_file import Model
 
 # A distribution unlike all measured ones. No error is known under it, so that the rule for missing
 # cells rejects all quantizing kernels. The reason may follow after a colon.
@@ -56,6 +58,7 @@ _TABLES: dict[Any, Table] = {}
 _PREPARED: dict[Any, Table] = {}  # by m, too: the fastest form of a weight depends on m
 _LOCK = threading.RLock()
 _SNAPSHOT: Snapshot | None = None
+_MODELS: dict[Device, Model | None] = {}  # of the snapshot
 _CHOICES: Choices | None = None
 _IS_ENVIRONMENT_READ = False
 _GENERATION = 0
@@ -74,6 +77,20 @@ def snapshot() -> Snapshot:
 
             _SNAPSHOT = load_snapshot()
         return _SNAPSHOT
+
+
+def model_of(device: Device) -> Model | None:
+    """The time model of a device that belongs to the snapshot; None if predictions are off.
+
+    Raises:
+        UnknownNameError: LOKAKERN_PREDICT is neither 0 nor 1.
+    """
+    with _LOCK:
+        if device not in _MODELS:
+            from lokakern.selection.prediction import models
+
+            _MODELS[device] = models.model_for(snapshot(), device) if models.is_on() else None
+        return _MODELS[device]
 
 
 def use_snapshot(new: Snapshot | None) -> None:
@@ -128,6 +145,7 @@ def _answer_from(facts: Snapshot | None, held: Choices | None, is_environment_re
         _TABLES.clear()
         _PREPARED.clear()
         CHOSEN_FORMS.clear()
+        _MODELS.clear()
         for listener in _LISTENERS:
             listener()
 
@@ -191,6 +209,8 @@ def dispatch(
     2. Error: the largest stored bound over the distributions. It is no bound for other inputs. A
        kernel with a missing cell or an incorrect result is rejected.
     3. Time: measured, or interpolated between measured m of the same (n, k) and marked.
+       Without any, a fitted model predicts times, and the Choice is marked `predicted`. A kernel
+       that quantizes is then chosen only where the lower end of its speedup is above 1.
     4. The shortest time wins. In a tie the lower error wins, then the name; so an FP8 kernel is
        chosen only if it is faster than the unquantized one beyond noise.
 
@@ -284,9 +304,13 @@ def _prepared_table(
     forms = [with_weight(problem, form, target) for form in FORMS]
 
     def rank(form: Problem) -> tuple[bool, float]:
+        """Measured times first, then predicted ones."""
         table = table_for(form, budget, distributions, target, regime, is_choice=False)
         choice = Choice(table, problem.m)
-        return choice.is_miss, math.inf if choice.latency_us is None else choice.latency_us
+        time = choice.latency_us
+        if time is None and choice.predicted is not None:
+            time = choice.predicted.latency_us
+        return choice.is_miss, math.inf if time is None else time
 
     best = min(forms, key=rank)
     return table_for(best, budget, distributions, target, regime)
@@ -321,12 +345,14 @@ def table_for(
     *,
     is_choice: bool = True,
     is_training: bool = False,
+    predicts: bool = True,
 ) -> Table:
     """The choices for a problem at every m with the same alignment.
 
     Only kernels with the abilities ``needs`` (`registry.register.NEEDS`) are considered. With
     ``is_choice`` the chosen kernel is run, and `lokakern.freeze` writes the table. With
-    ``is_training`` host costs are those of products in training steps.
+    ``is_training`` host costs are those of products in training steps. Without ``predicts`` only
+    measurements count.
 
     Raises:
         UnknownNameError: Unknown regime or distribution.
@@ -338,7 +364,7 @@ def table_for(
     check_regime(regime)
     device = device_named(device)
     key = (replace(problem, m=0), m_alignment, budget, distributions, device, regime, needs,
-           is_training)  # fmt: skip
+           is_training, predicts)  # fmt: skip
     with _LOCK:
         table = _TABLES.get(key)
         if table is None:
@@ -346,7 +372,14 @@ def table_for(
                 _TABLES.clear()
                 _FORGOTTEN = True
             table = _TABLES[key] = _build(
-                problem, budget, distributions, device, regime, needs, is_training=is_training
+                problem,
+                budget,
+                distributions,
+                device,
+                regime,
+                needs,
+                is_training=is_training,
+                predicts=predicts,
             )
         if is_choice and not table.is_choice:
             table.is_choice = True
@@ -420,15 +453,14 @@ def _build(
     memory: Memory | None = None,
     *,
     is_training: bool = False,
+    predicts: bool = False,
 ) -> Table:
     held = choices()
     local = target in devices_here()
     if regime is None:
         regime = default_regime(target)
     if local:
-        rank_agreement.check(
-            target, lambda: str(held) if held else f"snapshot {_digest_here(target)}"
-        )
+        rank_agreement.check(target, lambda: str(held) if held else _answers_of(target))
     if held is not None:
         judged = distributions or REALISTIC_DISTRIBUTIONS
         return held.table(problem, budget, judged, target, regime, needs)
@@ -451,6 +483,7 @@ def _build(
     for cell in facts.timing_cells(target, family_key(problem), timed):
         cells.setdefault(cell.kernel.name, []).append(cell)
     rejected: list[tuple[str, str]] = []
+    barred: set[str] = set()
     candidates: list[Candidate] = []
     evidence = Evidence(facts, target, local, distributions, {} if memory is None else memory)
     load_kernels()
@@ -465,8 +498,10 @@ def _build(
         found = candidate_of(name, cells.get(name, []), problem, evidence)
         if isinstance(found, str):
             rejected.append((name, found))
+            barred |= {name} if name in cells else set()
         else:
             candidates.append(found)
+            barred |= {name} if found.failed else set()
     instead = ""
     if not candidates:
         instead = measured_instead(facts, problem, target, timed)
@@ -477,6 +512,16 @@ def _build(
         problem, candidates, evidence, timed, is_compiled=regime == COMPILED
     )
     candidates, host = with_host_costs(candidates, problem, costs, is_training=is_training)
+    predicted: Forecast | None = None
+    if predicts and budget is not None and timed == default_regime(target):
+        model = model_of(target)
+        if model is not None and model.content.regime == timed:
+            from lokakern.selection.prediction.forecast import forecast
+
+            predicted = forecast(
+                problem, model, evidence, alignment_of(problem.m), needs, barred,
+                is_compiled=regime == COMPILED,
+            )  # fmt: skip
     names = {candidate.name for candidate in candidates}
     rejected = [(name, why) for name, why in rejected if name not in names]
     return kind(
@@ -492,4 +537,13 @@ def _build(
         instead=instead,
         padded=padded,
         host=host,
+        forecast=predicted,
     )
+
+
+def _answers_of(device: Device) -> str:
+    """The kind and digest of what choices are made from: rows, and a model if there is one."""
+    model, rows = model_of(device), _digest_here(device)
+    if model is None:
+        return f"snapshot {rows}"
+    return f"snapshot and model {hashlib.sha256((rows + model.digest).encode()).hexdigest()}"

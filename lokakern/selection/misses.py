@@ -17,6 +17,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -41,6 +42,8 @@ LARGEST_FILE_BYTES = 4 * 2**20  # about 8 000 misses; a larger file is begun ane
 MOST_COUNTED = 10_000  # jagged batches have every m
 _COUNTS: Counter[tuple[Problem, str]] = Counter()
 LOGGED: set[str] = set()  # families of problems whose miss was logged
+# Tables whose predictions were logged: their calls, which are frequent, skip the reasons.
+_PREDICTING: WeakSet[Table] = WeakSet()
 
 
 def check_on_miss(op: str, on_miss: str) -> None:
@@ -51,7 +54,9 @@ def check_on_miss(op: str, on_miss: str) -> None:
 
 
 def after_miss(table: Table, m: int, on_miss: str) -> Kernel | None:
-    """Handle a miss: log it once, record it in the ledger and return the unquantized kernel.
+    """Handle a miss: log it once, record it in the ledger and return the kernel to use.
+
+    That is the unquantized one, or the one that is predicted to be faster.
 
     Misses of frozen choices are not recorded, because no database was asked.
 
@@ -64,6 +69,9 @@ def after_miss(table: Table, m: int, on_miss: str) -> Kernel | None:
         UnsupportedError: No unquantized kernel runs here.
     """
     problem = replace(table.problem, m=m)
+    if on_miss == "bf16" and table in _PREDICTING:
+        record(problem, table.device)
+        return table.kernel_at(m)
     pick = table.pick(m)
     remedy = _remedy(table, problem)
     if on_miss == "raise":
@@ -84,8 +92,11 @@ def after_miss(table: Table, m: int, on_miss: str) -> Kernel | None:
         LOGGED.add(family)
         words = "%s: %s: %s; using %s. %s"
         remedy = remedy[0].upper() + remedy[1:]
-        logger.warning(words, problem.op, problem, pick.note, pick.name, remedy)
+        name = pick.name + (f" (predicted: {pick.prediction})" if pick.prediction else "")
+        logger.warning(words, problem.op, problem, pick.note, name, remedy)
     kernel = pick.candidate.kernel if pick.candidate else None
+    if pick.prediction is not None:
+        _PREDICTING.add(table)
     if kernel is None:
         raise UnsupportedError(f"{problem.op}: {problem}: no kernel runs on {table.device.product}")
     return kernel

@@ -66,7 +66,7 @@ def with_padded_rows(
         sizes = padded_sizes(here)
         time = at_wide.time_at(sizes[0])
         if time is not None:
-            copied = _bytes_copied(here, sizes) / rates[m] if m in rates else 0.0
+            copied = bytes_copied(here) / rates[m] if m in rates else 0.0
             times[m] = replace(time[0], latency_us=time[0].latency_us + copied)
     if not times:
         return found, words
@@ -123,10 +123,10 @@ def _rates(problem: Problem, evidence: Evidence, timed: str) -> dict[int, float]
     return rates
 
 
-def _bytes_copied(problem: Problem, sizes: tuple[int, int, int]) -> int:
+def bytes_copied(problem: Problem) -> int:
     """Bytes read and written to pad a and an unprepared b, and to copy the output."""
     m, n, k = problem.m, problem.n, problem.k
-    wide_m, wide_n, wide_k = sizes
+    wide_m, wide_n, wide_k = padded_sizes(problem)
     pairs = [(m * k, wide_m * wide_k), (m * n, wide_m * wide_n)]
     if not problem.prepared:
         pairs.append((k * n, wide_k * wide_n))

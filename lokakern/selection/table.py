@@ -6,6 +6,7 @@ import itertools
 from bisect import bisect_right
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from typing import TYPE_CHECKING
 
 from lokakern.problems import PADDED, baseline_name
 from lokakern.registry.register import KERNELS, Kernel, kernels_for
@@ -14,6 +15,9 @@ from lokakern.selection.candidates import Candidate, Time
 from lokakern.selection.measured_neighbors import sizes_of
 from lokakern.selection.ties import Timed, break_tie
 from lokakern.types import Device, ErrorBudget, Granularity, Problem, alignment_of
+
+if TYPE_CHECKING:
+    from lokakern.selection.prediction.forecast import Forecast, Prediction
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +30,7 @@ class Pick:
     tied: tuple[str, ...] = ()
     rejected: tuple[tuple[str, str], ...] = ()
     note: str = ""
+    prediction: Prediction | None = None  # without measurements, see `note`
 
     @property
     def name(self) -> str:
@@ -86,6 +91,7 @@ class Table:
     origin: Origin | None = None  # None if it was computed from databases
     is_choice: bool = False  # whether a kernel was chosen by it, so that `freeze` writes it
     watch: Watch | None = None  # checks the products of `gemm`
+    forecast: Forecast | None = None  # used where nothing was measured
 
     def __post_init__(self) -> None:
         self.baseline = baseline_name(self.problem)
@@ -115,6 +121,11 @@ class Table:
             starts += self._changes(low, high)
         if measured:
             starts += [measured[0], measured[-1], measured[-1] + 1]
+        if self.forecast is not None and self.budget is not None:
+            starts += [
+                m for m in self.forecast.changes
+                if not (measured and measured[0] <= m <= measured[-1])
+            ]  # fmt: skip
         previous: tuple[str, bool] | None = None
         for start in sorted(set(starts)):
             pick = self.pick(start)
@@ -166,7 +177,9 @@ class Table:
             if reason is not None:
                 note = f"not even {self.baseline} takes it: {reason}"
                 return Pick(None, note=note, rejected=tuple(rejected))
-            return Pick(base, note=self._miss_words(m), rejected=tuple(rejected))
+            note = self._miss_words(m)
+            predicted = self._predicted(m, problem, note, base)
+            return predicted or Pick(base, note=note, rejected=tuple(rejected))
         if self.lacks_padded(m):
             reason = (
                 f"bf16 of rows padded to {self.padded} was not measured; bf16 of unaligned rows is "
@@ -186,6 +199,33 @@ class Table:
                 rejected.append((other.candidate.name, words))
         names = tuple(sorted(x.candidate.name for x in tied if x is not chosen))
         return Pick(*chosen, names, tuple(rejected))
+
+    def _predicted(self, m: int, problem: Problem, note: str, base: Candidate) -> Pick | None:
+        """The choice by predicted times, where no kernel has a measured one; None if there is none.
+
+        Without a budget there is no choice to make.
+        """
+        forecast = self.forecast
+        if forecast is None or self.budget is None or not forecast.covers(m):
+            return None
+        if any(c.time_at(m) is not None for c in self.candidates):
+            return None
+        rejected = {c.name: self._reason_against(c, problem, None) for c in forecast.candidates}
+        legal = {name for name, reason in rejected.items() if reason is None}
+        found = forecast.choose(m, legal)
+        if found is None:
+            return None
+        chosen, prediction = found
+        if prediction.transferred_from:
+            return Pick(base, note=note, rejected=self.rejected, prediction=prediction)
+        for name in legal - {chosen.name}:
+            words = f"predicted {forecast.time_us(name, m):.2f} us"
+            if name == prediction.quantizing:
+                words += f"; its speedup may be as little as {prediction.low:.2f}"
+            rejected[name] = words
+        others = {name: why for name, why in self.rejected if name not in rejected}
+        others |= {name: why for name, why in rejected.items() if why is not None}
+        return Pick(chosen, rejected=tuple(others.items()), note=note, prediction=prediction)
 
     def kernel_at(self, m: int) -> Kernel | None:
         """The chosen kernel; None if there is none, or it is not registered here."""

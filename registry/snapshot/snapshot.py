@@ -387,6 +387,10 @@ class Snapshot:
             ),
         )  # fmt: skip
 
+    def timing_count(self, device: Device) -> int:
+        """Number of timings on a device."""
+        return self._facts.count("timing", device=row_keys.key_of(device))
+
     def _trusted_timings(self, device: Device) -> int:
         on_it = {"device": row_keys.key_of(device)}
         quarantined = 0
@@ -445,6 +449,20 @@ class Snapshot:
     def accuracies_like(self, problem: Problem) -> list[tuple[int, str]]:
         """Problems with accuracies that differ from one by nothing but n: n, and the key."""
         return self._accuracies_by_form.get(_without_n(problem), [])
+
+    def accuracies_of_form(self, problem: Problem) -> list[tuple[int, int, str]]:
+        """Problems with accuracies that differ from one by n and k only: both, and the key."""
+        return self._accuracies_at_sizes.get(_without_n(replace(problem, k=0)), [])
+
+    @cached_property
+    def _accuracies_at_sizes(self) -> dict[tuple[Any, ...], list[tuple[int, int, str]]]:
+        found: dict[tuple[Any, ...], list[tuple[int, int, str]]] = {}
+        for like in self._accuracies_by_form.values():
+            for n, key in like:
+                problem = self._entity(Problem, key)
+                form = _without_n(replace(problem, k=0))
+                found.setdefault(form, []).append((n, problem.k, key))
+        return found
 
     @cached_property
     def _accuracies_by_form(self) -> dict[tuple[Any, ...], list[tuple[int, str]]]:

@@ -30,6 +30,13 @@ def shipped_databases() -> list[Path]:
     return sorted((Path(__file__).resolve().parents[1] / "databases").glob("*.sqlite"))
 
 
+def model_folder(database: Path) -> Path:
+    """The folder with time models that were fitted from a database."""
+    if database in shipped_databases():
+        return database.parents[1] / "models"
+    return database.parent / "models"
+
+
 def shipped_with(database: Path) -> list[Path]:
     """Shipped files, where dispatch reads them with a database."""
     try:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shutil
 import sqlite3
-from collections import Counter
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace

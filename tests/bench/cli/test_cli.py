@@ -293,6 +293,14 @@ def test_a_sweep_goes_to_the_users_database_by_default(command: Command) -> None
     assert count(target, "timing") == 3
 
 
+def test_a_sweep_fits_a_model_at_its_end_or_says_why_not(command: Command, tmp_path: Path) -> None:
+    path = tmp_path / "own.sqlite"
+    ran = command("sweep", *SHAPE, *FEW, "--errors", "none", "--fit", "--db", str(path), "--quiet")
+    assert ran.code == 1
+    assert "MeasurementError: too few times of" in ran.err
+    assert count(path, "timing") > 0  # what was measured is kept
+
+
 def test_a_sweep_makes_folders(command: Command, tmp_path: Path) -> None:
     path = tmp_path / "new" / "folder" / "a.sqlite"
     ran = command("sweep", *SHAPE, *FEW, "--errors", "none", "--quiet", "--db", str(path))

@@ -333,3 +333,51 @@ def test_a_device_without_measurements_lists_others(run: Run, tmp_path: Path) ->
     if not torch.cuda.is_available():
         assert "None of 1 products was ever measured on" in out
         assert "choose --device from 'NVIDIA H200'" in err
+
+
+@pytest.fixture
+def predicting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("LOKAKERN_PREDICT", "1")
+    dispatcher.use_snapshot(None)
+    yield
+    monkeypatch.undo()
+    dispatcher.use_snapshot(None)
+
+
+@pytest.mark.usefixtures("predicting")
+def test_products_without_measurements_are_predicted_and_summed_apart(
+    run: Run, tmp_path: Path
+) -> None:
+    path = tmp_path / "shapes.csv"
+    path.write_text("m,n,k,count\n32768,2048,2048,3\n16384,2064,2000,2\n8192,1000,20,1\n7,7,7,1\n")
+    _, text, _ = run("--shapes", str(path), *H200, "--json")
+    found = json.loads(text)
+    states = [row["state"] for row in found["layers"]]
+    assert states == ["measured", "predicted", "predicted", "never measured"]
+    measured, fast, plain, never = found["layers"]
+    assert measured["predicted"] is never["predicted"] is None
+    assert fast["us"] is fast["speedup"] is fast["gain_us"] is None  # no facts
+    guess = fast["predicted"]
+    assert guess["least_us"] < guess["us"] < guess["most_us"] < guess["bf16_us"]
+    assert plain["predicted"]["us"] == plain["predicted"]["bf16_us"]
+    total, apart = found["total"], found["total"]["predicted"]
+    assert total["measured"] == 1
+    assert total["us"] == pytest.approx(3 * measured["us"])
+    assert apart["products"] == 2
+    assert apart["us"] == pytest.approx(2 * guess["us"] + plain["predicted"]["us"])
+    assert 1 < apart["speedup_low"] < apart["speedup"] < apart["speedup_high"]
+    _, table, _ = run("--shapes", str(path), *H200)
+    assert "Predicted, not measured: 2. " in table
+    assert "Never measured, and in no sum: 1." in table
+    missing = tmp_path / "missing.toml"
+    run("--shapes", str(path), *H200, "--missing", str(missing))
+    assert "2064" in missing.read_text()  # a prediction is to be measured
+
+
+@pytest.mark.usefixtures("predicting")
+def test_a_single_prediction_is_in_the_json(run: Run) -> None:
+    _, text, _ = run("gemm", "--shape", "16384,2064,2000", *H200, "--json")
+    found = json.loads(text)
+    assert found["miss"] is True and found["latency_us"] is None
+    assert found["predicted"]["quantizing"] == found["kernel"]
+    assert found["predicted"]["low"] > 1

@@ -1,0 +1,83 @@
+"""The command `fit`: a model that predicts times at sizes without measurements."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lokakern.bench.cli import options
+from lokakern.bench.cli.options import OutputFormat, reading, say, says_errors, writing
+from lokakern.registry.storage import paths
+from lokakern.selection import dispatcher
+from lokakern.selection.prediction.model_file import parse
+from lokakern.selection.prediction.models import model_path
+from lokakern.types import Device
+
+if TYPE_CHECKING:
+    from lokakern.bench.prediction.fit import Quality
+
+
+@says_errors
+def fit(
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="File of the model. Default: where dispatch reads it, in the folder models beside "
+            "the database."
+        ),
+    ] = None,
+    device: options.Device = None,
+    db: options.Database = None,
+    how: options.How = OutputFormat.TABLE,
+    quiet: options.Quiet = False,
+) -> None:
+    """Fit a model to the times of a device, by which dispatch predicts sizes without any.
+
+    Prints for each kernel how much predictions differ from times at sizes (n, k) that a fit did not
+    see, and how good the choices by these predictions are. A model belongs to the rows that it was
+    fitted from: fit again after a sweep. Needs scikit-learn: pip install 'lokakern[fit]'.
+    """
+    from lokakern.render.terminal import print_rows
+
+    with reading(db):
+        target = dispatcher.device_named(device)
+        database = paths.user_database() if db is None else options.file_of(db, "fit")
+        place = out or model_path(database, target)
+        content, quality = write_model(place, target, quiet=quiet)
+    rows: list[dict[str, Any]] = [
+        {
+            "kernel": one.name, "times": one.rows, "median error": one.median_error,
+            "90 % error": one.p90_error,
+        }
+        for one in parse(content, str(place)).content.kernels
+    ]  # fmt: skip
+    if how is OutputFormat.JSON:
+        rows = [{"file": str(place), "bytes": len(content), **asdict(quality), "kernels": rows}]
+    print_rows(rows, how)
+    if how is OutputFormat.TABLE:
+        say(f"{place}: {len(content)} bytes. {quality}")
+
+
+def write_model(place: Path, device: Device, *, quiet: bool) -> tuple[bytes, Quality]:
+    """Fit a model to what dispatch reads, and write it.
+
+    Returns:
+        The content of the file, and how well the model predicts.
+    """
+    from lokakern.bench.prediction.fit import fit as fit_model
+    from lokakern.render.terminal import TerminalProgress
+
+    regime = dispatcher.default_regime(device)
+    with TerminalProgress(quiet=quiet) as progress:
+        content, quality = fit_model(dispatcher.snapshot(), device, regime, progress)
+    with writing(place):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        part = place.with_name(f"{place.name}.{os.getpid()}.part")
+        part.write_bytes(content)
+        part.replace(place)
+    dispatcher.use_snapshot(None)
+    return content, quality

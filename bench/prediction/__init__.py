@@ -1,0 +1,1 @@
+"""Fitting of the model that predicts times at sizes without measurements."""

@@ -1,0 +1,1 @@
+"""Predicted times at sizes without measurements, with intervals of the speedup over bfloat16."""

@@ -1,0 +1,210 @@
+"""Predicted times of the kernels at a problem, on a grid of m, and the choice by their intervals.
+
+A kernel that quantizes is chosen only where the lower end of its speedup over the fastest
+unquantized kernel is above 1; else that kernel is chosen.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lokakern.problems import PADDED, baseline_name
+from lokakern.registry.register import KERNELS
+from lokakern.registry.schema.records import KernelRow
+from lokakern.selection.candidates import Bounds, Candidate, Evidence
+from lokakern.selection.padded_rows import bytes_copied, padded_problem
+from lokakern.selection.prediction.errors import predicted_errors
+from lokakern.selection.prediction.features import described, is_covered
+from lokakern.selection.prediction.model_file import KINDS, Model, kind_of
+from lokakern.types import Granularity, Layout, Problem
+
+CELLS_PER_OCTAVE = 4  # of m; powers of two are in the middle of a cell
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Predicted times at one m, none of which is a fact.
+
+    Attributes:
+        latency_us: Predicted time of the chosen kernel, in microseconds.
+        plain: The unquantized kernel with the least predicted time.
+        plain_us: That time.
+        quantizing: The quantizing kernel with the least predicted time within the budget; "" if
+            there is none.
+        speedup: Predicted speedup of `quantizing` over `plain`; 1 if there is none.
+        low: Lower end of the interval of the speedup.
+        high: Upper end.
+        coverage: Share of left-out measurements that such an interval contained.
+        transferred_from: The GPU type whose measurements it rests on, if that is another; then it
+            is shown only, and nothing is chosen by it.
+    """
+
+    latency_us: float
+    plain: str
+    plain_us: float
+    quantizing: str
+    speedup: float
+    low: float
+    high: float
+    coverage: float
+    transferred_from: str = ""
+
+    def __str__(self) -> str:
+        if not self.quantizing:
+            return f"{self.latency_us:.2f} us"
+        return (
+            f"{self.latency_us:.2f} us; {self.quantizing} {self.speedup:.2f}x as fast as "
+            f"{self.plain}, {self.low:.2f} to {self.high:.2f} in {self.coverage:.0%} of "
+            "measurements that were left out"
+        )
+
+
+class Forecast:
+    """Predicted times for one problem at every m that the model covers.
+
+    Attributes:
+        candidates: The kernels, without measured times.
+        changes: The m at which predictions change, ascending; beyond both ends there are none.
+    """
+
+    def __init__(
+        self, problem: Problem, model: Model, candidates: Sequence[Candidate], m_unit: int, *,
+        is_compiled: bool,
+    ) -> None:  # fmt: skip
+        self._problem, self._model, self._is_compiled = problem, model, is_compiled
+        self.candidates = tuple(candidates)
+        low, high = model.content.least[0], model.content.largest[0]
+        octaves = CELLS_PER_OCTAVE
+        first, last = (round(octaves * math.log2(m)) for m in (low, high))
+        centers = [round(2 ** (i / octaves)) for i in range(first, last + 1)]
+        edges = [round(2 ** ((i - 0.5) / octaves)) for i in range(first + 1, last + 1)]
+        self.changes = [low, *edges, high + 1]
+        self._m = np.array([_near(m, m_unit) for m in centers], np.int64)
+
+    @cached_property
+    def times_us(self) -> dict[str, NDArray[np.float64]]:
+        """Predicted times by kernel, one for each cell of m."""
+        found = {}
+        for candidate in self.candidates:
+            if candidate.name != PADDED:
+                granularity = candidate.granularity
+                found[candidate.name] = self._times(candidate.name, self._problem, granularity)
+        wide = padded_problem(self._problem)
+        base = baseline_name(self._problem)
+        if wide is not None and base in self._model.kernels:
+            times = self._times(base, wide, Granularity.NONE)
+            if not self._is_compiled:
+                rate = self._model.content.rates.bytes_per_us
+                times = times + np.array(
+                    [self._bytes_copied(int(m)) / rate for m in self._m.tolist()]
+                )
+            found[PADDED] = times
+        return found
+
+    def _bytes_copied(self, m: int) -> int:
+        return bytes_copied(replace(self._problem, m=m))
+
+    def _times(self, name: str, problem: Problem, granularity: Granularity) -> NDArray[np.float64]:
+        base, rows = described(problem, self._m, granularity, self._model.content.rates)
+        found: NDArray[np.float64] = base * np.exp(self._model.forest(name)(rows))
+        return found
+
+    @cached_property
+    def _kinds(self) -> NDArray[np.intp]:
+        along_m = self._problem.a.layout is Layout.COLUMN
+        return kind_of(self._m, self._problem.n, self._problem.k, along_m=along_m)
+
+    def covers(self, m: int) -> bool:
+        """Whether there are predictions at m."""
+        return self.changes[0] <= m < self.changes[-1]
+
+    def _cell(self, m: int) -> int:
+        return bisect_right(self.changes, m) - 1
+
+    def time_us(self, name: str, m: int) -> float:
+        """The predicted time of a kernel at the middle of the cell of m, in microseconds."""
+        return float(self.times_us[name][self._cell(m)])
+
+    def choose(self, m: int, legal: Collection[str]) -> tuple[Candidate, Prediction] | None:
+        """The choice among legal kernels at m; None if no unquantized one is legal."""
+        cell = self._cell(m)
+        named = [c for c in self.candidates if c.name in legal]
+        found = sorted(((self.time_us(c.name, m), c.name, c) for c in named), key=lambda x: x[:2])
+        plain = next((x for x in found if x[2].unquantized), None)
+        if plain is None:
+            return None
+        best = next((x for x in found if not x[2].unquantized), None)
+        content = self._model.content
+        if best is None:
+            return plain[2], Prediction(
+                plain[0], plain[1], plain[0], "", 1.0, 1.0, 1.0, content.coverage,
+                self._model.transferred_from,
+            )  # fmt: skip
+        spread = content.spreads[KINDS[int(self._kinds[cell])]]
+        speedup = plain[0] / best[0]
+        low, high = speedup * math.exp(spread.low), speedup * math.exp(spread.high)
+        chosen = best if low > 1 else plain
+        return chosen[2], Prediction(
+            chosen[0], plain[1], plain[0], best[1], speedup, low, high, content.coverage,
+            self._model.transferred_from,
+        )  # fmt: skip
+
+
+def _near(m: int, unit: int) -> int:
+    """An m near m with the alignment of a table: an odd multiple of a unit below 16."""
+    return max(m // 16, 1) * 16 if unit == 16 else m // (2 * unit) * 2 * unit + unit
+
+
+def forecast(
+    problem: Problem,
+    model: Model,
+    evidence: Evidence,
+    m_unit: int,
+    needs: frozenset[str],
+    barred: Collection[str],
+    *,
+    is_compiled: bool,
+) -> Forecast | None:
+    """Predictions for a problem; None if the model does not cover it.
+
+    Args:
+        problem: At any m.
+        model: Of the device.
+        evidence: The rows whose errors count.
+        m_unit: Alignment of m.
+        needs: Abilities that a kernel must have.
+        barred: Kernels that have measured failures here, or cannot run.
+        is_compiled: Whether a compiler pads activations at no cost.
+    """
+    if not is_covered(problem) or not model.covers(model.content.least[0], problem.n, problem.k):
+        return None
+    names = [*model.kernels, *([PADDED] if padded_problem(problem) is not None else [])]
+    candidates = []
+    for name in names:
+        kernel = KERNELS.get(name)
+        if kernel is None or name in barred or kernel.lacks(needs) is not None:
+            continue
+        known = model.kernels.get(name)
+        if known is not None and kernel.digest != known.digest:
+            continue  # changed since
+        row = KernelRow.of(kernel)
+        is_plain = kernel.granularity is Granularity.NONE
+        found = "" if is_plain else predicted_errors(row, problem, evidence)
+        bounds = Bounds({}, "") if isinstance(found, str) else found
+        candidates.append(
+            Candidate(
+                name, kernel, kernel.granularity, {}, {}, bounds.errors, bounds.worst_distribution,
+                found if isinstance(found, str) else "", is_plain, errors_of_n=bounds.n,
+                errors_predicted=bounds.is_predicted,
+            )
+        )  # fmt: skip
+    if not any(candidate.name == baseline_name(problem) for candidate in candidates):
+        return None
+    return Forecast(problem, model, candidates, m_unit, is_compiled=is_compiled)
