@@ -32,6 +32,7 @@ from lokakern.functional.norm_checks import (
 from lokakern.functional.static_scale import (
     bound_scale,
     check_number,
+    kept,
     output_scale,
     with_kept_scale,
 )
@@ -78,33 +79,39 @@ def _kept_scale(given: Any, args: tuple[Any, ...], options: dict[str, Any]) -> T
     if given != "static":
         return None if isinstance(given, str) else checked_scale("out_scale", given, device)
     weight, shift = options.get("norm_weight"), options.get("norm_bias")
-    unbounded = options.get("gate"), options.get("cross"), options.get("residual_last") or None
-    columns = operands[-1].shape[1]
-    if any(x is not None for x in unbounded) or not all(
-        x is None
-        or (x.device == device and x.shape == (columns,) and x.dtype in _VECTOR_DTYPES
-            and x.layout is torch.strided)
-        for x in (weight, shift)
-    ):  # fmt: skip
+    if (
+        options.get("gate") is not None
+        or options.get("cross") is not None
+        or options.get("residual_last")
+    ):
         return None
-    bound, form = _bound_of(options["norm"], columns, options.get("out_format"), device)
-    return bound_scale(bound, form, weight, shift, device)
+    columns, norm, form = operands[-1].shape[1], options["norm"], options.get("out_format")
+    key = (norm, columns, form, device, id(weight), id(shift))
+    make = functools.partial(_made_scale, norm, columns, form, device, weight, shift)
+    return kept(key, device, (weight, shift), make)
 
 
-_VECTOR_DTYPES = (torch.bfloat16, torch.float32)
-
-
-@functools.lru_cache(maxsize=1024)
-def _bound_of(
-    norm: str | Norm, columns: int, out_format: Format | str | None, device: torch.device
-) -> tuple[float, Format]:
-    """Bound of a norm, and format of an FP8 output.
+def _made_scale(
+    norm: str | Norm,
+    columns: int,
+    out_format: Format | str | None,
+    device: torch.device,
+    weight: Tensor | None,
+    shift: Tensor | None,
+) -> Tensor:
+    """The scale of a call with this norm.
 
     Raises:
-        UnknownNameError: The norm is unknown, or bounds nothing.
-        FormatError: The format is not FP8.
-        ShapeError: Blocks do not divide the columns.
+        LokakernError: An argument is not valid.
     """
+    for x in (weight, shift):
+        if x is not None and (
+            x.device != device
+            or x.shape != (columns,)
+            or x.dtype not in (torch.bfloat16, torch.float32)
+            or x.layout is not torch.strided
+        ):
+            raise FormatError("out_scale: a vector of the norm does not fit")
     found = norm_of("out_scale", norm, None)
     if found.kind == "none":
         raise UnknownNameError("out_scale: norm 'none' bounds nothing")
@@ -114,7 +121,7 @@ def _bound_of(
         form = format_named("out_scale", out_format)
     if not form.is_fp8:
         raise FormatError(f"out_scale: {form.value} has no scale")
-    return largest(found, columns), form
+    return bound_scale(largest(found, columns), form, weight, shift, device)
 
 
 @with_kept_scale(_kept_scale)

@@ -56,10 +56,13 @@ class _Kept(NamedTuple):
 
     def is_of(self, vectors: Vectors) -> bool:
         """Whether it is the scale of these vectors as they are now."""
-        for kept, x in zip(self.vectors, vectors, strict=True):
-            if x is not (None if kept is None else kept()):
+        for kept, version, x in zip(self.vectors, self.versions, vectors, strict=True):
+            if x is None:
+                if kept is not None:
+                    return False
+            elif kept is None or kept() is not x or x._version != version:
                 return False
-        return self.own_version == self.scale._version and self.versions == _versions(vectors)
+        return self.own_version == self.scale._version
 
 
 _KEPT: dict[Any, _Kept] = {}
@@ -112,7 +115,7 @@ def with_kept_scale(
 
 def number_scale(value: float, device: torch.device) -> Tensor:
     """A number as a scale, float32 ``[1, 1]``, in memory that nobody may write."""
-    return _kept((value, device), device, (), lambda: _full(value, (1, 1), device))
+    return kept((value, device), device, (), lambda: _full(value, (1, 1), device))
 
 
 def bound_scale(
@@ -132,7 +135,7 @@ def bound_scale(
     """
     key = (bound, form, device, id(weight), id(bias))
     made = functools.partial(_bound_scale, bound, form, weight, bias, device)
-    return _kept(key, device, (weight, bias), made)
+    return kept(key, device, (weight, bias), made)
 
 
 def _bound_scale(
@@ -150,7 +153,15 @@ def _full(value: float, shape: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.full(shape, value, dtype=torch.float32, device=device)
 
 
-def _kept(key: Any, device: torch.device, vectors: Vectors, make: Callable[[], Tensor]) -> Tensor:
+def kept(key: Any, device: torch.device, vectors: Vectors, make: Callable[[], Tensor]) -> Tensor:
+    """The scale that ``make`` computes, from memory if it was computed for these vectors.
+
+    Args:
+        key: All that the scale depends on but the values of the vectors, with their identities.
+        device: Of the scale.
+        vectors: Tensors that it depends on.
+        make: Computes it, float32 ``[1, 1]``.
+    """
     known = _KEPT.get(key)
     is_captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     if known is not None and known.is_of(vectors):
@@ -169,12 +180,9 @@ def _kept(key: Any, device: torch.device, vectors: Vectors, make: Callable[[], T
     if len(_KEPT) >= _MOST_SCALES:
         _KEPT.clear()
     references = tuple(None if x is None else weakref.ref(x) for x in vectors)
-    _KEPT[key] = _Kept(scale, scale._version, references, _versions(vectors))
+    versions = tuple(0 if x is None else x._version for x in vectors)
+    _KEPT[key] = _Kept(scale, scale._version, references, versions)
     return scale
-
-
-def _versions(vectors: Vectors) -> tuple[int, ...]:
-    return tuple(0 if x is None or x.is_inference() else x._version for x in vectors)
 
 
 # --- in compiled graphs

@@ -171,18 +171,18 @@ def test_kept_scales_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_scale_in_a_graph_is_kept_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replay of a graph reads the memory of its capture."""
     device = torch.device("cpu")
-    kept = static_scale.number_scale(0.25, device)
+    known = static_scale.number_scale(0.25, device)
     is_capturing = True
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
     fake = torch.device("cuda")  # nothing is allocated: `make` is given
     entry = static_scale._KEPT[(0.25, device)]
     static_scale._KEPT["of a graph"] = entry
-    assert static_scale._kept("of a graph", fake, (), lambda: torch.ones(1, 1)) is kept
-    assert static_scale._OF_GRAPHS.pop(id(kept)) is kept
+    assert static_scale.kept("of a graph", fake, (), lambda: torch.ones(1, 1)) is known
+    assert static_scale._OF_GRAPHS.pop(id(known)) is known
     # What a capture computes has no value yet.
-    first = static_scale._kept("another", fake, (), lambda: torch.ones(1, 1))
+    first = static_scale.kept("another", fake, (), lambda: torch.ones(1, 1))
     is_capturing = False
-    assert static_scale._kept("another", fake, (), lambda: torch.ones(1, 1)) is not first
+    assert static_scale.kept("another", fake, (), lambda: torch.ones(1, 1)) is not first
 
 
 def test_calls_with_a_given_kernel_have_kept_scales(made: list[Any]) -> None:
