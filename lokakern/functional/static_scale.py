@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -24,7 +25,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from lokakern.device import current_device
-from lokakern.errors import FormatError, LokakernError
+from lokakern.errors import FormatError, LaunchError, LokakernError
 from lokakern.formats import Format
 from lokakern.native import recorded_op
 from lokakern.norm import largest, norm_named
@@ -175,14 +176,37 @@ def kept(key: Any, device: torch.device, vectors: Vectors, make: Callable[[], Te
     has_versions = not any(x is not None and x.is_inference() for x in vectors)
     if is_captured or not has_versions or type(scale) is not Tensor:
         return scale
-    if scale.is_cuda:  # other streams may read it; once for each version of a weight
-        torch.cuda.current_stream(scale.device).synchronize()
+    if scale.is_cuda:
+        scale = _in_memory_of_all_streams(scale)
     if len(_KEPT) >= _MOST_SCALES:
         _KEPT.clear()
     references = tuple(None if x is None else weakref.ref(x) for x in vectors)
     versions = tuple(0 if x is None else x._version for x in vectors)
     _KEPT[key] = _Kept(scale, scale._version, references, versions)
     return scale
+
+
+def _in_memory_of_all_streams(scale: Tensor) -> Tensor:
+    """A copy that any stream may read, at once and for good.
+
+    It synchronizes, once for each version of a weight. Another thread allocates the copy, because
+    torch.compile may have told this one to allocate in the pool of a CUDA graph, whose memory does
+    not outlive the call.
+    """
+    value = scale.item()
+    made: list[Tensor] = []
+
+    def work() -> None:
+        copy = torch.full((1, 1), value, dtype=scale.dtype, device=scale.device)
+        torch.cuda.current_stream(scale.device).synchronize()
+        made.append(copy)
+
+    thread = threading.Thread(target=work, name="lokakern-scale")
+    thread.start()
+    thread.join()
+    if not made:
+        raise LaunchError(f"a static scale cannot be copied on {scale.device}: see the error above")
+    return made[0]
 
 
 # --- in compiled graphs
@@ -252,6 +276,7 @@ def _output_scale_fake(like: Tensor, *_: Any) -> Tensor:
 def _keep_under_inductor() -> None:
     """Let code that Inductor generates read kept scales; its functions for this are not stable."""
     try:
+        from torch._inductor import config
         from torch._inductor.lowering import fallback_handler, register_lowering
         from torch._inductor.virtualized import V
     except ImportError:
@@ -263,8 +288,9 @@ def _keep_under_inductor() -> None:
     def lowered(*args: Any) -> Any:
         graph = V.graph
         protected = getattr(graph, "never_reuse_buffers", None)
-        # A C++ program has no kept scales.
-        if protected is None or graph.cpp_wrapper or not _is_only_read(graph.current_node):
+        # A C++ program has no kept scales, and Inductor's CUDA graphs return their own memory only.
+        readers_are_known = _is_only_read(graph.current_node, not config.triton.cudagraphs)
+        if protected is None or graph.cpp_wrapper or not readers_are_known:
             return calls[0](*args)
         scale = calls[1](*args)
         protected.add(scale.get_name())
@@ -273,10 +299,10 @@ def _keep_under_inductor() -> None:
     register_lowering(ops.output_scale.default, type_promotion_kind=None)(lowered)
 
 
-def _is_only_read(node: torch.fx.Node) -> bool:
-    """Whether ops of this package and the caller are all that reads a node's result."""
+def _is_only_read(node: torch.fx.Node, by_caller: bool) -> bool:
+    """Whether ops of this package, and the caller if told so, are all that reads a result."""
     return all(
-        user.op == "output" or getattr(user.target, "namespace", "") == "lokakern"
+        by_caller if user.op == "output" else getattr(user.target, "namespace", "") == "lokakern"
         for user in node.users
     )
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lokakern
 from lokakern import norm
+from lokakern.errors import LaunchError
 from lokakern.functional import static_scale
 from lokakern.functional.run import run
 from lokakern.registry.register import KERNELS
@@ -185,6 +188,34 @@ def test_a_scale_in_a_graph_is_kept_for_good(monkeypatch: pytest.MonkeyPatch) ->
     assert static_scale.kept("another", fake, (), lambda: torch.ones(1, 1)) is not first
 
 
+@pytest.mark.parametrize("value", [2.0**-126, 0.1, 3.0e38])
+def test_another_thread_allocates_the_scale_of_a_gpu(
+    value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An allocation of this thread may be in a pool of torch.compile; the copy has all bits."""
+    threads: list[int] = []
+
+    def stream_of(_: torch.device) -> Any:
+        threads.append(threading.get_ident())
+        return SimpleNamespace(synchronize=lambda: None)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", stream_of)
+    scale = torch.full((1, 1), value)
+    copy = static_scale._in_memory_of_all_streams(scale)
+    assert torch.equal(copy, scale) and copy.dtype is torch.float32 and copy.shape == (1, 1)
+    assert len(threads) == 1 and threads[0] != threading.get_ident()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_copy_that_fails_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: torch.device) -> Any:
+        raise RuntimeError("no stream")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", fails)
+    with pytest.raises(LaunchError, match="a static scale cannot be copied on cpu"):
+        static_scale._in_memory_of_all_streams(torch.ones(1, 1))
+
+
 def test_calls_with_a_given_kernel_have_kept_scales(made: list[Any]) -> None:
     kernel = KERNELS["torch.norm_quantize"]
     found = [run(kernel, Y, norm="rms", out_scale="static") for _ in range(2)]
@@ -253,6 +284,44 @@ def test_inductor_may_write_to_a_scale_that_others_read(made: list[Any]) -> None
         assert torch.equal(data.view(torch.uint8), call(Y)[0].view(torch.uint8))
         assert torch.equal(scale, call(Y)[1])
     assert len(made) == 4  # a new tensor in each compiled call, and the kept one
+
+
+@pytest.mark.parametrize("captures", [False, True])
+def test_inductor_returns_a_kept_scale_unless_it_captures_graphs(
+    captures: bool, made: list[Any]
+) -> None:
+    weight = drawn(N, seed=4)
+
+    def call(x: Tensor) -> Any:
+        return lokakern.norm_quantize(x, norm="rms", norm_weight=weight, out_scale="static")
+
+    expected = call(Y)
+    # On a CPU this option changes no more than what is returned.
+    compiled = torch.compile(call, fullgraph=True, options={"triton.cudagraphs": captures})
+    for _ in range(2):
+        assert (scale_of(compiled(Y)) is scale_of(expected)) is not captures
+        assert torch.equal(scale_of(compiled(Y)), scale_of(expected))
+    assert len(made) == 1 + (4 if captures else 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("returns_scale", [False, True])
+def test_graphs_of_inductor_with_static_scales(returns_scale: bool) -> None:
+    x, w, weight = X.cuda(), W.cuda(), drawn(N, seed=4).cuda()
+    following = lokakern.quantize(NEXT.cuda(), "tensor").t()
+
+    def call(x: Tensor) -> Any:
+        hidden = lokakern.gemm_norm(x, w.t(), norm="layer", norm_weight=weight, out_scale="static")
+        y = lokakern.gemm_norm(hidden, following, norm="rms")
+        return (y, hidden) if returns_scale else y
+
+    compiled = torch.compile(call, fullgraph=True, mode="reduce-overhead")
+    with torch.no_grad():
+        expected = call(x)
+        for _ in range(5):
+            found = compiled(x)
+            for one, other in zip(native.bits(found), native.bits(expected), strict=True):
+                assert torch.equal(one, other)
 
 
 @pytest.mark.gpu
