@@ -43,11 +43,10 @@ from lokakern.functional.traced import (
     names_of,
     norm_words,
     parts_of,
-    plain_op,
     text_of,
     whole,
 )
-from lokakern.native import recorded_op, replayed
+from lokakern.native import plain_op, recorded_op, replayed
 from lokakern.norm import Norm, largest
 from lokakern.problems import format_named
 from lokakern.registry.register import Kernel, fp8_format

@@ -17,8 +17,8 @@ from lokakern.functional.checks import (
     granularity_named,
     operand_of,
 )
-from lokakern.functional.traced import plain_op, text_of
-from lokakern.native import recorded_op, replayed
+from lokakern.functional.traced import text_of
+from lokakern.native import plain_op, recorded_op, replayed
 from lokakern.problems import format_named
 from lokakern.registry.register import fp8_format
 from lokakern.selection.arguments import device_of

@@ -25,10 +25,9 @@ from lokakern.functional.traced import (
     budget_of_limits,
     limits_of,
     parts_of,
-    plain_op,
     text_of,
 )
-from lokakern.native import recorded_op, replayed
+from lokakern.native import plain_op, recorded_op, replayed
 from lokakern.problems import format_named
 from lokakern.quantized_tensor import ROW_BYTES
 from lokakern.registry.register import fp8_format

@@ -27,7 +27,7 @@ from torch.compiler import is_compiling
 from lokakern.device import current_device
 from lokakern.errors import FormatError, LaunchError, LokakernError
 from lokakern.formats import Format
-from lokakern.native import recorded_op
+from lokakern.native import plain_op, recorded_op
 from lokakern.norm import largest, norm_named
 from lokakern.numerics import SMALLEST_SCALE
 from lokakern.problems import format_named
@@ -313,7 +313,6 @@ _SCHEMA = (
 )
 recorded_op(_LIBRARY, "output_scale" + _SCHEMA, _output_scale)
 torch.library.register_fake("lokakern::output_scale", _output_scale_fake, lib=_LIBRARY)
-# Not recorded: a plan does not know versions of weights.
-_LIBRARY.define("kept_output_scale" + _SCHEMA)
-_LIBRARY.impl("kept_output_scale", _kept_output_scale, "CompositeExplicitAutograd")
+# A plan does not know versions of weights.
+plain_op(_LIBRARY, "kept_output_scale" + _SCHEMA, _kept_output_scale)
 torch.library.register_fake("lokakern::kept_output_scale", _output_scale_fake, lib=_LIBRARY)

@@ -8,10 +8,9 @@ put together again around results.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lokakern.errors import BudgetError, ShapeError, UnknownNameError
@@ -106,17 +105,3 @@ def norm_words(op: str, norm: str | Norm, eps: float | None) -> tuple[str, float
         )
     name = f"block_rms({norm.block})" if norm.kind == "block_rms" else norm.kind
     return name, norm.eps if eps is None else eps
-
-
-def plain_op(
-    library: torch.library.Library, schema: str, implementation: Callable[..., Any]
-) -> None:
-    """Define an op that is not replayed, because it writes to arguments or takes lists of tensors.
-
-    Args:
-        library: Where it is defined.
-        schema: Of the op.
-        implementation: The op on any device.
-    """
-    library.define(schema)
-    library.impl(schema.partition("(")[0], implementation, "CompositeExplicitAutograd")

@@ -230,6 +230,28 @@ def recorded_op(
     library.impl(f"{name}_cold", cold, "CompositeExplicitAutograd")
 
 
+def plain_op(
+    library: torch.library.Library, schema: str, implementation: Callable[..., Any]
+) -> None:
+    """Define an op that always runs in Python, such as one that writes to arguments.
+
+    Args:
+        library: Where the op is defined.
+        schema: Of the op.
+        implementation: The op on any device.
+    """
+    name = schema.partition("(")[0]
+
+    @functools.wraps(implementation)
+    def call(*args: Any) -> Any:
+        if _KEPT is not None:
+            _KEPT.unrecorded.append(name)
+        return implementation(*args)
+
+    library.define(schema)
+    library.impl(name, call, "CompositeExplicitAutograd")
+
+
 def _asking(implementation: Callable[..., Any]) -> Callable[..., Any]:
     """The implementation where the library is not loaded; it asks for it on a GPU."""
 

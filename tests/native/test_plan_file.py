@@ -260,3 +260,16 @@ def test_the_example_builds_and_its_library_needs_no_python(tmp_path: Path) -> N
     in_python = [getattr(torch.ops.lokakern, name).default._schema for name in ops]
     assert {routed_matmul.__name__, gemm.__name__} <= set(sys.modules)  # they define the ops
     assert sorted(schemas) == sorted(map(str, in_python))
+
+
+def test_a_call_of_an_op_without_plans_is_refused(tmp_path: Path) -> None:
+    """An FP8 output with a static scale needs a tensor that Python keeps."""
+    like = torch.ones(4, 4)
+    given = (like, None, None, "rms", 4, "", 0.0)
+
+    def model() -> None:
+        call(signature(0, "gemm", 1))
+        torch.ops.lokakern.kept_output_scale(*given)
+
+    with pytest.raises(ChoicesError, match="no call of kept_output_scale was recorded"):
+        save_plans(tmp_path / "model.plans", model)
