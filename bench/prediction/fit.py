@@ -123,6 +123,8 @@ def timings(facts: Snapshot, device: Device, regime: str) -> list[Timings]:
         kernel = KERNELS.get(name)
         if kernel is None or kernel.libraries or cell.status != "ok" or cell.tier:
             continue
+        if any(".emulated" in part for part in kernel.parts):  # never the choice on a GPU with FP8
+            continue
         if is_covered(cell.problem) and is_current(cell.kernel):
             digests[name] = cell.kernel.digest
             times = by_kernel.setdefault(name, {})

@@ -47,11 +47,18 @@ class HostCost:
         us: The median.
         margin_us: Half-width of its 95 % interval.
         is_assumed: Whether it is that of bfloat16, because this call was not measured.
+        least_us: What counts at least, see `HostCosts.of`.
     """
 
     us: float
     margin_us: float
     is_assumed: bool = False
+    least_us: float = 0.0
+
+    @property
+    def counted_us(self) -> float:
+        """What choices compare with the time of the GPU."""
+        return max(self.us, self.least_us)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +85,18 @@ class Time:
     @property
     def is_of_host(self) -> bool:
         """Whether the host takes longer than the GPU."""
-        return self.host is not None and self.host.us > self.gpu_us
+        return self.host is not None and self.host.counted_us > self.gpu_us
 
     def beside(self, host: HostCost) -> Time:
         """This time on the GPU, in a step in which the host makes each call."""
-        if host.us <= self.latency_us:
+        if host.counted_us <= self.latency_us:
             return replace(self, host=host, _gpu_us=self.latency_us)
         return replace(
-            self, latency_us=host.us, margin_us=host.margin_us, host=host, _gpu_us=self.latency_us
+            self,
+            latency_us=host.counted_us,
+            margin_us=host.margin_us,
+            host=host,
+            _gpu_us=self.latency_us,
         )
 
 

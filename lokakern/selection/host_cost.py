@@ -86,7 +86,9 @@ class HostCosts:
         """The cost of a call of a candidate; None if that of bfloat16 is unknown.
 
         A call that was not measured is assumed to cost as much as one of bfloat16, so that it
-        neither gains nor loses where the host is the limit. It is then marked.
+        neither gains nor loses where the host is the limit. It is then marked. A quantized call
+        counts at least as one of bfloat16: a cheaper call alone is no reason to quantize, because a
+        step that the GPU limits would lose by it.
         """
         plain = self.by_call.get((TRAINING_BF16 if is_training else BF16, TORCH))
         if plain is None or candidate.name == baseline_name(problem):
@@ -96,7 +98,7 @@ class HostCosts:
             return assumed
         call = TRAINING if is_training else PREPARED if problem.prepared else UNPREPARED
         language = candidate.kernel.language if candidate.kernel is not None else ""
-        return self.by_call.get((call, language), assumed)
+        return replace(self.by_call.get((call, language), assumed), least_us=plain.us)
 
 
 def host_costs(facts: Snapshot, device: Device, regime: str, *, is_local: bool) -> HostCosts:
