@@ -322,3 +322,7 @@ REGIMES = ("graph-cold", "graph-hot", "eager")  # of timings
 # Of choices in a model that torch.compile compiles: timed as the default regime of the device, but
 # for padding of activations, which the compiler does in the kernels that write them.
 COMPILED = "compiled"
+# The same in a CUDA graph, where the host makes no call.
+COMPILED_GRAPH = "compiled-graph"
+CHOICE_REGIMES = (*REGIMES, COMPILED, COMPILED_GRAPH)
+COMPILER_PADS = (COMPILED, COMPILED_GRAPH)

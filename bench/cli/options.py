@@ -17,7 +17,7 @@ import typer
 from lokakern.errors import DatabaseError, LokakernError, ShapeError
 from lokakern.registry.storage import paths
 from lokakern.selection import dispatcher
-from lokakern.types import COMPILED, REGIMES, Format
+from lokakern.types import COMPILED, COMPILED_GRAPH, REGIMES, Format
 
 if TYPE_CHECKING:
     from lokakern.workloads.gemm_cases import Case
@@ -39,6 +39,7 @@ class ChoiceRegime(StrEnum):
 
     GRAPH_COLD, GRAPH_HOT, EAGER = REGIMES
     COMPILED = COMPILED
+    COMPILED_GRAPH = COMPILED_GRAPH
 
 
 class TimingRegime(StrEnum):

@@ -27,7 +27,7 @@ from lokakern.probe.session import Probe
 from lokakern.registry.libraries import LIBRARIES
 from lokakern.registry.register import KERNELS, Kernel, kernels_for
 from lokakern.selection import dispatcher
-from lokakern.types import Granularity
+from lokakern.types import COMPILED_GRAPH, Granularity
 
 LEARNING_RATE = 1e-3
 
@@ -241,8 +241,9 @@ def build(
     elif arm.library or arm.name == BUDGETED or report is not None:
         with only(arm.library):
             conversion = convert(
-                model, setting.budget if report is None else report, inference=not setting.training
-            )
+                model, setting.budget if report is None else report,
+                inference=not setting.training, regime=COMPILED_GRAPH,
+            )  # fmt: skip
             if not setting.training:
                 conversion.offload(m_range=(setting.samples, setting.samples))
     interact: Interact = model.interact

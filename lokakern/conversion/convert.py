@@ -60,12 +60,13 @@ from lokakern.selection.arguments import budget_of, device_of, m_range_of
 from lokakern.selection.candidates import Time
 from lokakern.selection.choice import Choice
 from lokakern.selection.dispatcher import AnyDevice
-from lokakern.types import COMPILED, Device, ErrorBudget, Granularity
+from lokakern.types import COMPILED, COMPILED_GRAPH, Device, ErrorBudget, Granularity
 
 Wanted = ProbeReport | ErrorBudget | float | None
 # How a model runs in each regime.
 _RUNS = {
-    COMPILED: "torch.compile, with each call made by the host; for CUDA graphs: 'graph-cold'",
+    COMPILED: "torch.compile, with each call made by the host; in CUDA graphs: 'compiled-graph'",
+    COMPILED_GRAPH: "torch.compile, in CUDA graphs",
     "eager": "not compiled, with each call made by the host",
     "graph-cold": "CUDA graphs, operands not in the cache",
     "graph-hot": "CUDA graphs, operands in the cache",
@@ -149,11 +150,12 @@ def convert(
             It must be for this model, device and versions, and for the same other arguments.
         regime: How the model runs, as of `dispatch`. The default, "compiled", is for torch.compile:
             bf16 at an n or k that is no multiple of 8 is compared as if its rows were padded at no
-            cost, and left to the compiler where that is faster. "graph-cold" counts the padding of
-            activations. In "compiled" and "eager" the host makes each call. If its cost was
+            cost, and left to the compiler where that is faster. "compiled-graph" is for a compiled
+            model in CUDA graphs, "graph-cold" for one that is not compiled: it counts the padding
+            of activations. In "compiled" and "eager" the host makes each call. If its cost was
             measured on this class of machines (``python -m lokakern.bench host``), a product takes
             the longer of the times of GPU and host, so that small ones may stay in bfloat16; in
-            CUDA graphs, "graph-cold" counts the GPU alone. Without host costs "eager" needs times
+            CUDA graphs the GPU counts alone. Without host costs "eager" needs times
             of that regime. `Conversion.table` and `explain` tell regime and host costs.
 
     Returns:

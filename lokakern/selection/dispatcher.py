@@ -32,9 +32,9 @@ from lokakern.selection.padded_rows import with_padded_rows
 from lokakern.selection.table import LooseTable, Table
 from lokakern.selection.weight_forms import FORMS, with_weight
 from lokakern.types import (
-    COMPILED,
+    CHOICE_REGIMES,
+    COMPILER_PADS,
     REALISTIC_DISTRIBUTIONS,
-    REGIMES,
     Device,
     ErrorBudget,
     Granularity,
@@ -229,8 +229,9 @@ def dispatch(
         device: A product such as "NVIDIA H200", a `torch.device` that is present, or a `Device`;
             None means the local one.
         regime: "graph-cold", "graph-hot" or "eager"; None means graph-cold on GPUs and eager on
-            CPUs, which have no graphs. "compiled" is for a product in a compiled model without a
-            CUDA graph: times of the default regime, and rows of activations are padded at no cost.
+            CPUs, which have no graphs. "compiled" is for a product in a compiled model: times of
+            the default regime, and rows of activations are padded at no cost. "compiled-graph" is
+            the same in a CUDA graph, where the host makes no call.
             In "compiled" and "eager" the host makes each call. If host costs were measured on this
             class of machines, a kernel takes the longer of its time on the GPU, that of the default
             regime, and of the host; see `Choice.host_us`.
@@ -428,9 +429,10 @@ def default_regime(device: Device) -> str:
 
 def check_regime(regime: str | None) -> None:
     """Raise an `UnknownNameError` for what is no regime of choices."""
-    known = (*REGIMES, COMPILED)
-    if regime is not None and not (isinstance(regime, str) and regime in known):
-        raise UnknownNameError(f"regime {regime!r} is unknown; expected one of {', '.join(known)}")
+    if regime is not None and not (isinstance(regime, str) and regime in CHOICE_REGIMES):
+        raise UnknownNameError(
+            f"regime {regime!r} is unknown; expected one of {', '.join(CHOICE_REGIMES)}"
+        )
 
 
 def _digest_here(device: Device) -> str:
@@ -479,7 +481,7 @@ def _build(
                 )
     cells: dict[str, list[TimingCell]] = {}
     costs = host_costs(facts, target, regime, is_local=local)
-    timed = default_regime(target) if regime == COMPILED or costs.by_call else regime
+    timed = default_regime(target) if regime in COMPILER_PADS or costs.by_call else regime
     for cell in facts.timing_cells(target, family_key(problem), timed):
         cells.setdefault(cell.kernel.name, []).append(cell)
     rejected: list[tuple[str, str]] = []
@@ -509,7 +511,7 @@ def _build(
             reasons = "; ".join(f"{name}: {why}" for name, why in rejected if name in cells)
             instead = f"no time at {sizes_of(problem)}, {regime}, counts: {reasons}"
     candidates, padded = with_padded_rows(
-        problem, candidates, evidence, timed, is_compiled=regime == COMPILED
+        problem, candidates, evidence, timed, is_compiled=regime in COMPILER_PADS
     )
     candidates, host = with_host_costs(candidates, problem, costs, is_training=is_training)
     predicted: Forecast | None = None
@@ -520,7 +522,7 @@ def _build(
 
             predicted = forecast(
                 problem, model, evidence, alignment_of(problem.m), needs, barred,
-                is_compiled=regime == COMPILED,
+                is_compiled=regime in COMPILER_PADS,
             )  # fmt: skip
     names = {candidate.name for candidate in candidates}
     rejected = [(name, why) for name, why in rejected if name not in names]

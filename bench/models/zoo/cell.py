@@ -38,6 +38,7 @@ from lokakern.conversion.convert import Conversion, convert
 from lokakern.errors import DeviceLostError, MeasurementError, UnsupportedError
 from lokakern.measure.timing import GRAPH_US, status_and_reason
 from lokakern.nn.routed_matmul import kernel_at
+from lokakern.types import COMPILED, COMPILED_GRAPH
 
 MODES = ("graph", "compiled", "eager")
 
@@ -100,7 +101,7 @@ def measure(
     torch._dynamo.utils.counters.clear()
     about = functools.partial(Row, cell.model, cell.batch, cell.step)
     try:
-        pair = _Pair(cell, device, budget)
+        pair = _Pair(cell, device, budget, modes)
     except Exception as error:  # a model may need more memory than there is
         reason = status_and_reason(error)[1]
         for mode in modes:
@@ -112,12 +113,12 @@ def measure(
             pace = pair.race(mode)
         except Exception as error:  # a compiler or a library may raise anything
             reason = status_and_reason(error)[1]
-            yield about(mode, products=pair.products, quantized=pair.quantized, error=reason)
+            yield about(mode, products=pair.products, quantized=pair.quantized[mode], error=reason)
             _check(device, reason)
             continue
         yield about(
             mode, pace.speedup, pace.speedup_margin, pace.baseline_us, pace.step_us, pace.rounds,
-            pace.timer, pair.products, pair.quantized, pace.graph_breaks, pace.recompiles,
+            pace.timer, pair.products, pair.quantized[mode], pace.graph_breaks, pace.recompiles,
         )  # fmt: skip
 
 
@@ -142,12 +143,21 @@ def _check(device: torch.device, reason: str) -> None:
 
 
 class _Pair:
-    """A model in bfloat16 and a converted copy, with the same inputs."""
+    """A model in bfloat16 and converted copies, with the same inputs.
 
-    def __init__(self, cell: Cell, device: torch.device, budget: float) -> None:
+    In CUDA graphs the host makes no call, so that choices may differ from those without graphs.
+    """
+
+    def __init__(
+        self, cell: Cell, device: torch.device, budget: float, modes: Sequence[str]
+    ) -> None:
         self.cell, self.device = cell, device
-        self.models = [self._build() for _ in range(2)]
-        conversion = convert(self.models[1], budget, inference=not cell.training)
+        regimes = {mode: COMPILED_GRAPH if mode == MODES[0] else COMPILED for mode in modes}
+        self.models = {"": self._build()}
+        conversions: dict[str, Conversion] = {}
+        for regime in sorted(set(regimes.values())):
+            model = self.models[regime] = self._build()
+            conversions[regime] = convert(model, budget, inference=not cell.training, regime=regime)
         features = ZOO[cell.model].features
         self.batches = [
             [
@@ -157,7 +167,10 @@ class _Pair:
             ]
             for seed in range(BATCHES)
         ]  # fmt: skip
-        self.products, self.quantized, shape = self._products_of(conversion)
+        counts = {x: self._products_of(self.models[x], y) for x, y in conversions.items()}
+        self.products, _, shape = next(iter(counts.values()))
+        self.regimes = regimes
+        self.quantized = {mode: counts[regime][1] for mode, regime in regimes.items()}
         generator = torch.Generator().manual_seed(0)
         self.labels = torch.rand(shape, generator=generator).round().to(device)
 
@@ -168,11 +181,11 @@ class _Pair:
         model = model.to(self.device, torch.bfloat16)
         return model.train() if self.cell.training else model.eval().requires_grad_(False)
 
-    def _products_of(self, conversion: Conversion) -> tuple[int, int, torch.Size]:
+    def _products_of(self, model: nn.Module, conversion: Conversion) -> tuple[int, int, torch.Size]:
         """The number of products in a step, of quantized ones, and the shape of the logits."""
         layers = {name: site.module for name, site in conversion.sites.items()}
         with torch.no_grad(), counted(layers) as calls:
-            shape = self.models[1](*self.batches[0]).shape
+            shape = model(*self.batches[0]).shape
         products = quantized = 0
         for (name, rows), count in calls.items():
             routes = conversion.sites[name].routes
@@ -182,28 +195,31 @@ class _Pair:
         return products, quantized, shape
 
     @functools.cached_property
-    def compiled(self) -> list[Any]:
+    def compiled(self) -> dict[str, Any]:
         # On a CPU it is only traced: CPU code of Inductor is no evidence for a GPU.
         backend = "inductor" if self.device.type == "cuda" else "eager"
-        return [torch.compile(model, dynamic=False, backend=backend) for model in self.models]
+        return {
+            regime: torch.compile(model, dynamic=False, backend=backend)
+            for regime, model in self.models.items()
+        }
 
     def race(self, mode: str) -> Pace:
         """Time both models in a mode against each other."""
         if mode == MODES[0] and self.device.type != "cuda":
             raise UnsupportedError(f"mode graph needs a GPU; found {self.device.type}")
-        plain = self._stepper(0, mode, 1)
+        plain = self._stepper("", mode, 1)
         # The first replay of a graph also uploads it.
         once_us = min(elapsed_us(plain, self.device) for _ in range(2))
         repeats = math.ceil(GRAPH_US / once_us)
         if repeats > 1:
-            plain = self._stepper(0, mode, repeats)
-        return race(plain, self._stepper(1, mode, repeats), self.device)
+            plain = self._stepper("", mode, repeats)
+        return race(plain, self._stepper(self.regimes[mode], mode, repeats), self.device)
 
-    def _stepper(self, which: int, mode: str, repeats: int) -> Stepper:
-        """One of the models, warm, with so many replays of all batches in one."""
-        model: Any = self.models[which] if mode == MODES[2] else self.compiled[which]
+    def _stepper(self, regime: str, mode: str, repeats: int) -> Stepper:
+        """The model of a regime ("" for bfloat16), warm, with repeated replays of all batches."""
+        model: Any = self.models[regime] if mode == MODES[2] else self.compiled[regime]
         step = self._trained if self.cell.training else self._predicted
-        parameters = list(self.models[which].parameters())
+        parameters = list(self.models[regime].parameters())
 
         def replay() -> None:
             for _ in range(repeats):
@@ -212,7 +228,7 @@ class _Pair:
 
         on_gpu = self.device.type == "cuda"
         found = Stepper(
-            ("bf16", "converted")[which], replay, replay, EVENTS if on_gpu else HOST,
+            "converted" if regime else "bf16", replay, replay, EVENTS if on_gpu else HOST,
             steps=BATCHES * repeats,
         )  # fmt: skip
         with aside(on_gpu):

@@ -28,8 +28,7 @@ from lokakern.selection.frozen.lookup import Choices, Key, Weight
 from lokakern.selection.rank_agreement import readable_digest
 from lokakern.selection.table import FrozenTable, Origin, Table
 from lokakern.types import (
-    COMPILED,
-    REGIMES,
+    CHOICE_REGIMES,
     Device,
     ErrorBudget,
     Format,
@@ -88,8 +87,10 @@ class _Table(Struct, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         known = sorted(set(self.needs) & NEEDS.keys())
-        regimes = (*REGIMES, COMPILED)
-        _expect(self.regime in regimes, f"regime is {self.regime!r}; expected one of {regimes}")
+        _expect(
+            self.regime in CHOICE_REGIMES,
+            f"regime is {self.regime!r}; expected one of {CHOICE_REGIMES}",
+        )
         _expect(self.needs == known, f"needs are {self.needs}; expected some of {[*NEEDS]}, sorted")
         starts = self.breakpoints
         is_ascending = starts[0] == 0 and starts == sorted(set(starts))

