@@ -82,9 +82,9 @@ Regime = Annotated[
 RegimeOfChoice = Annotated[
     ChoiceRegime | None,
     typer.Option(
-        help="How the product runs: in CUDA graphs (graph-cold, graph-hot), eager, or compiled. In "
-        "the last two the cost of calls counts where `host` measured it. Default: graph-cold on a "
-        "GPU, eager on a CPU."
+        help="How the product runs: in a CUDA graph (graph-cold, graph-hot), eager, compiled, or "
+        "compiled in a CUDA graph. In eager and compiled the cost of calls counts where `host` "
+        "measured it. Default: graph-cold on a GPU, eager on a CPU."
     ),
 ]
 Budget = Annotated[float, typer.Option(help="Largest accepted row error (0.06 admits E4M3 GEMMs).")]
