@@ -94,9 +94,10 @@ def convert(
 
     Every `nn.Linear` becomes a `lokakern.Linear`: the same object, with the same parameters, hooks
     and names. The kernels of its output, and of the gradients of its input and weight, are chosen
-    separately, by ranges of m, from measurements on the device; only `Conversion.refresh` changes
-    them. Without a faster quantizing kernel a product stays bitwise equal to `nn.Linear`. Only
-    bfloat16 products are quantized: of bfloat16 parameters, or under autocast.
+    separately, by ranges of m, from measurements on the device, or by its time model where nothing
+    was measured (LOKAKERN_PREDICT=0: bfloat16 there); only `Conversion.refresh` changes them.
+    Without a faster quantizing kernel a product stays bitwise equal to `nn.Linear`. Only bfloat16
+    products are quantized: of bfloat16 parameters, or under autocast.
 
     Errors of kernels are those on the measured distributions, or on the data of a report, not on
     every input: ``check`` compares sampled rows of actual inputs.

@@ -25,6 +25,7 @@ from lokakern.registry.register import Kernel, fp8_format
 from lokakern.selection import dispatcher
 from lokakern.selection.candidates import Candidate
 from lokakern.selection.choice import Choice
+from lokakern.selection.host_cost import host_costs, with_host_costs
 from lokakern.selection.table import Pick, Table
 from lokakern.selection.weight_forms import FORMS as FORMS
 from lokakern.selection.weight_forms import with_weight
@@ -45,6 +46,7 @@ from lokakern.workloads.norm_cases import norm_quantize_case
 GEMMS = ("output", "grad_input", "grad_weight")
 ANY_M = 2**31  # larger than any m
 NO_GRADIENTS = "inference has none"  # the reason of their routes
+PREDICTED = ", predicted at the lower end of an interval, not measured"
 # m of swept weight gradients, in addition to those of the output
 SAMPLES = (1024, 2048, 8192, 20480)
 MRange = tuple[int, int]
@@ -96,17 +98,27 @@ class Judge:
         table = dispatcher.table_for(
             problem, self.budget, self.distributions, device, self.regime, is_choice=False,
             is_training=self.is_training,
-            predicts=False,
         )  # fmt: skip
+        candidates = list(table.candidates)
+        # Few unaligned sizes were measured, and there predictions are inexact.
+        if table.forecast is not None and not (table.measured_m or table.padded):
+            predicted = table.forecast.low_ends()
+            local = table.callable_here
+            costs = host_costs(dispatcher.snapshot(), device, self.regime, is_local=local)
+            candidates, host = with_host_costs(
+                predicted, problem, costs, is_training=self.is_training
+            )
+            table = replace(table, host=host)
+        table = replace(table, forecast=None)  # from here on a prediction is like a measured time
         if self.verdicts is None:
-            return table, list(table.candidates)
+            return table, candidates
         verdict = next((v for v in self.verdicts if v.gemm == gemm), None)
-        return table, [_judged(c, verdict, device) for c in table.candidates]
+        return table, [_judged(c, verdict, device) for c in candidates]
 
     def table(self, problem: Problem, gemm: str, device: Device) -> Table:
         """The table with these candidates."""
         table, candidates = self.candidates(problem, gemm, device)
-        return table if self.verdicts is None else _rebuilt(table, candidates)
+        return _rebuilt(table, candidates)
 
 
 def routes_of(
@@ -220,6 +232,7 @@ def _route(
     segments = [_segments(table, m_range) for table in (aligned, other)]
     text = route_text(form, segments[0], segments[1])
     why = f"{math.exp(-gain):.2f}x as fast in geometric mean over m={_words(sizes)}"
+    why += PREDICTED if _is_predicted(aligned) else ""
     return Route(gemm, text, why, tuple(Choice(aligned, m) for m in sizes))
 
 
@@ -380,9 +393,15 @@ def _grad_weight_route(
     fast = [m for m, name in names.items() if name]
     if fast:
         why = f"quantized at m={_words(fast)}"
+        why += PREDICTED if any(_is_predicted(c.table) for c in choices) else ""
     else:
         why = f"at m={max(names)} {_reasons(choices[-1].pick)}"
     return Route(gemm, text, why, tuple(choices))
+
+
+def _is_predicted(table: Table) -> bool:
+    """Whether times are those of the time model."""
+    return any(c.estimated.startswith("predicted") for c in table.candidates)
 
 
 def _quantizing(choice: Choice) -> str:

@@ -18,13 +18,14 @@ from numpy.typing import NDArray
 from lokakern.problems import PADDED, baseline_name
 from lokakern.registry.register import KERNELS
 from lokakern.registry.schema.records import KernelRow
-from lokakern.selection.candidates import Bounds, Candidate, Evidence
+from lokakern.selection.candidates import FRESHNESS, Bounds, Candidate, Evidence, Time
 from lokakern.selection.padded_rows import bytes_copied, padded_problem
 from lokakern.selection.prediction.errors import predicted_errors
 from lokakern.selection.prediction.features import described, is_covered
 from lokakern.selection.prediction.model_file import KINDS, Model, kind_of
 from lokakern.types import Granularity, Layout, Problem
 
+SAMPLED_M = tuple(4**i for i in range(4, 10))  # 256 to 262144, where conversions choose
 CELLS_PER_OCTAVE = 4  # of m; powers of two are in the middle of a cell
 
 
@@ -131,6 +132,34 @@ class Forecast:
     def time_us(self, name: str, m: int) -> float:
         """The predicted time of a kernel at the middle of the cell of m, in microseconds."""
         return float(self.times_us[name][self._cell(m)])
+
+    def low_ends(self) -> list[Candidate]:
+        """The kernels with times at some m, to choose between them like measured ones.
+
+        Times of quantizing kernels are so long that a speedup over an unquantized kernel is the
+        lower end of its interval. None by the model of another GPU type, which is shown only.
+        """
+        if self._model.transferred_from:
+            return []
+        spreads = self._model.content.spreads
+        cells = {m: self._cell(m) for m in (*SAMPLED_M, self._problem.m) if self.covers(m)}
+        slower = {
+            m: math.exp(-spreads[KINDS[int(self._kinds[cell])]].low) for m, cell in cells.items()
+        }
+        found = []
+        for candidate in self.candidates:
+            times_us = self.times_us.get(candidate.name)
+            if times_us is None:
+                continue
+            is_plain = candidate.unquantized
+            times = {
+                m: Time(float(times_us[cell]) * (1.0 if is_plain else slower[m]), 0.0,
+                        FRESHNESS[0], 0)
+                for m, cell in cells.items()
+            }  # fmt: skip
+            how = "predicted" if is_plain else "predicted, at the lower end of its speedup"
+            found.append(replace(candidate, times=times, estimated=how))
+        return found
 
     def choose(self, m: int, legal: Collection[str]) -> tuple[Candidate, Prediction] | None:
         """The choice among legal kernels at m; None if no unquantized one is legal."""

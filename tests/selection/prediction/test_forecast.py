@@ -350,18 +350,6 @@ def test_intervals_are_wider_where_predictions_are_worse(shipped) -> None:
     assert parse(models.model_path(SHIPPED, shipped.find_device(H200)).read_bytes(), "m")
 
 
-def test_a_conversion_rests_on_measurements_only(predicting: None) -> None:
-    from torch import nn
-
-    from lokakern.conversion.convert import convert
-
-    k, n = UNMEASURED[2], UNMEASURED[1]
-    found = convert(nn.Sequential(nn.Linear(k, n).bfloat16()), 0.06, device=H200, inference=True)
-    routes = found.sites["0"].routes
-    assert "nothing was measured" in routes[0].why
-    assert not any(choice.predicted for route in routes for choice in route.choices)
-
-
 def test_a_table_of_measurements_has_no_forecast(predicting: None) -> None:
     problem, budget = make_problem("gemm", UNMEASURED), ErrorBudget(row_err=0.06)
     device = dispatcher.device_named(H200)

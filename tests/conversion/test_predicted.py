@@ -1,0 +1,84 @@
+"""Conversions of layers whose sizes nobody measured, by the time model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import lokakern
+from lokakern.conversion.convert import Conversion
+from lokakern.conversion.routes import GEMMS
+from lokakern.selection import dispatcher
+
+H200 = "NVIDIA H200"
+UNMEASURED, MEASURED, ODD = (2560, 1536), (2048, 2048), (2561, 1535)  # k and n
+
+
+@pytest.fixture(autouse=True)
+def predicting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("LOKAKERN_PREDICT", "1")
+    dispatcher.use_snapshot(None)
+    yield
+    dispatcher.use_snapshot(None)
+
+
+def converted(k: int, n: int, budget: float = 0.06, inference: bool = True) -> Conversion:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(k, n, dtype=torch.bfloat16))
+    return lokakern.convert(
+        model, budget, inference=inference, device=H200, regime="compiled-graph"
+    )
+
+
+def texts(found: Conversion) -> dict[str, str]:
+    return {r.gemm: r.text for r in found.sites["0"].routes}
+
+
+def test_a_layer_of_an_unmeasured_size_is_quantized_where_the_lower_end_gains() -> None:
+    found = converted(*UNMEASURED, inference=False)
+    routes = {r.gemm: r for r in found.sites["0"].routes}
+    assert [*routes] == [*GEMMS]
+    for gemm in GEMMS[:2]:
+        assert "quantize" in routes[gemm].text
+        assert "predicted at the lower end of an interval, not measured" in routes[gemm].why
+    choices = {c.m: c for c in routes["output"].choices}
+    assert [*choices] == [256, 1024, 4096, 16384, 65536, 262144]
+    small, large = choices[256], choices[65536]
+    assert small.kernel == "torch.bf16" and large.kernel != "torch.bf16"
+    plain = large.table.plain_at(65536)
+    assert plain is not None and large.latency_us is not None
+    asked = lokakern.dispatch("gemm", (65536, 1536, 2560), 0.06, device=H200, epilogue="bias",
+                              regime="compiled-graph")  # fmt: skip
+    assert asked.predicted is not None and asked.predicted.low > 1
+    assert plain.latency_us / large.latency_us <= asked.predicted.speedup
+    assert "predicted, at the lower end of its speedup" in large.explain()
+
+
+def test_measured_sizes_take_facts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_model = texts(converted(*MEASURED, inference=False))
+    monkeypatch.setenv("LOKAKERN_PREDICT", "0")
+    dispatcher.use_snapshot(None)
+    assert texts(converted(*MEASURED, inference=False)) == with_model
+    assert not any(texts(converted(*UNMEASURED, inference=False)).values())
+
+
+def test_unaligned_sizes_are_not_predicted() -> None:
+    assert not any(texts(converted(*ODD, inference=False)).values())
+
+
+def test_a_budget_below_the_bound_quantizes_nothing() -> None:
+    found = converted(*UNMEASURED, budget=0.03)
+    assert not any(texts(found).values())
+
+
+def test_a_predicted_layer_runs() -> None:
+    found = converted(*UNMEASURED)
+    layer = found.sites["0"].module
+    x = torch.randn(16384, UNMEASURED[0], dtype=torch.bfloat16)[:4096]
+    with torch.no_grad():
+        y, exact = layer(x), nn.functional.linear(x, layer.weight, layer.bias).float()
+    error = ((y.float() - exact).norm() / exact.norm()).item()
+    assert 0.01 < error < 0.06
