@@ -70,7 +70,8 @@ def book(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Book]:
     """Times on a GPU of this machine, whose host makes calls in Python."""
     monkeypatch.setattr(dispatcher, "devices_here", lambda: frozenset({H200}))
     monkeypatch.setattr(host_cost, "machine_class", lambda: HERE)
-    monkeypatch.setenv("LOKAKERN_NATIVE", "off")
+    # Not by LOKAKERN_NATIVE: an earlier test of this process may use the library.
+    monkeypatch.setattr(host_cost.native, "status", lambda: "off")
     book = Book(tmp_path / "book.sqlite")
     rows = [
         row
