@@ -131,8 +131,9 @@ class Choice:
         if pick.time is not None:
             kind = "interpolated" if pick.interpolated else "measured"
             kind = "estimated" if pick.candidate and pick.candidate.estimated else kind
-            runs = f"{pick.time.run_count} run" + ("s" if pick.time.run_count > 1 else "")
-            facts = [kind, runs, table.regime]
+            count = pick.time.run_count  # 0 of a predicted time
+            runs = [f"{count} run" + ("s" if count > 1 else "")] if count else []
+            facts = [kind, *runs, table.regime]
             facts += [pick.time.freshness] if pick.time.freshness != "fresh" else []
             facts += [] if pick.time.is_verified else ["imported and not verified"]
             how = f"{pick.time.latency_us:.2f} us ({', '.join(facts)})"

@@ -261,9 +261,9 @@ def dispatch(
             if problem:
                 values = problem.values()
                 key = (*key, *problem, *values, *map(type, values))
-            table = _TABLES.get(key)
-            if table is None and problem:
-                table = _PREPARED.get((*key, m))
+            table = _PREPARED.get((*key, m)) if "prepared" in problem else None
+            if table is None:
+                table = _TABLES.get(key)
             if table is not None and m >= 0:
                 return Choice(table, m)
     except (TypeError, ValueError):  # unhashable, or no sizes: checked below

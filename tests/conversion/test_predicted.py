@@ -54,7 +54,9 @@ def test_a_layer_of_an_unmeasured_size_is_quantized_where_the_lower_end_gains() 
                               regime="compiled-graph")  # fmt: skip
     assert asked.predicted is not None and asked.predicted.low > 1
     assert plain.latency_us / large.latency_us <= asked.predicted.speedup
-    assert "predicted, at the lower end of its speedup" in large.explain()
+    told = large.explain()
+    assert "us (estimated, compiled-graph)" in told
+    assert "time: predicted, at the lower end of its speedup; the kernel itself was not" in told
 
 
 def test_measured_sizes_take_facts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
