@@ -2,9 +2,9 @@
 
 A stack of equal layers, each followed by an activation, is called as a model calls them: in eager
 mode or compiled, in inference or in a training step, in bfloat16 or converted to a forced kernel.
-The time until its calls return,
-divided by their number, is the host cost of a call. The GPU works behind the host, and its queue
-has room for all launches of a round. Rounds of all kinds of calls are interleaved.
+The time until its calls return, divided by their number, is the host cost of a call. The GPU works
+behind the host, and its queue has room for all launches of a round. Rounds of all kinds of calls
+are interleaved.
 """
 
 from __future__ import annotations

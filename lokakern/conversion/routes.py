@@ -25,7 +25,6 @@ from lokakern.registry.register import Kernel, fp8_format
 from lokakern.selection import dispatcher
 from lokakern.selection.candidates import Candidate
 from lokakern.selection.choice import Choice
-from lokakern.selection.host_cost import host_costs, with_host_costs
 from lokakern.selection.table import Pick, Table
 from lokakern.selection.weight_forms import FORMS as FORMS
 from lokakern.selection.weight_forms import with_weight
@@ -102,13 +101,7 @@ class Judge:
         candidates = list(table.candidates)
         # Few unaligned sizes were measured, and there predictions are inexact.
         if table.forecast is not None and not (table.measured_m or table.padded):
-            predicted = table.forecast.low_ends()
-            local = table.callable_here
-            costs = host_costs(dispatcher.snapshot(), device, self.regime, is_local=local)
-            candidates, host = with_host_costs(
-                predicted, problem, costs, is_training=self.is_training
-            )
-            table = replace(table, host=host)
+            candidates = table.forecast.low_ends()
         table = replace(table, forecast=None)  # from here on a prediction is like a measured time
         if self.verdicts is None:
             return table, candidates

@@ -523,6 +523,9 @@ def _build(
             predicted = forecast(
                 problem, model, evidence, alignment_of(problem.m), needs, barred,
                 is_compiled=regime in COMPILER_PADS,
+                with_costs=lambda found: with_host_costs(
+                    found, problem, costs, is_training=is_training
+                )[0],
             )  # fmt: skip
     names = {candidate.name for candidate in candidates}
     rejected = [(name, why) for name, why in rejected if name not in names]

@@ -26,7 +26,7 @@ _SPLIT_LOSS, _SPLIT_US = 1.5, 2.0  # of sums that are split among SMs
 _QUANTIZED_BYTES = 3  # of an element: read in 16 bits, written in 8
 _NONE_LOG = -9.0  # in place of the logarithm of 0
 
-_Rate = Annotated[float, Meta(gt=0, le=1e12)]
+_Rate = Annotated[float, Meta(ge=1, le=1e12)]
 
 
 class Rates(Struct, frozen=True, forbid_unknown_fields=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -117,6 +117,10 @@ class Forecast:
         found: NDArray[np.float64] = base * np.exp(self._model.forest(name)(rows))
         return found
 
+    def _counted_us(self, candidate: Candidate, us: float) -> float:
+        """The longer of a time of the GPU and that of the host, where host costs count."""
+        return us if candidate.host is None else max(us, candidate.host.counted_us)
+
     @cached_property
     def _kinds(self) -> NDArray[np.intp]:
         along_m = self._problem.a.layout is Layout.COLUMN
@@ -165,7 +169,10 @@ class Forecast:
         """The choice among legal kernels at m; None if no unquantized one is legal."""
         cell = self._cell(m)
         named = [c for c in self.candidates if c.name in legal]
-        found = sorted(((self.time_us(c.name, m), c.name, c) for c in named), key=lambda x: x[:2])
+        found = sorted(
+            ((self._counted_us(c, self.time_us(c.name, m)), c.name, c) for c in named),
+            key=lambda x: x[:2],
+        )
         plain = next((x for x in found if x[2].unquantized), None)
         if plain is None:
             return None
@@ -178,7 +185,11 @@ class Forecast:
             )  # fmt: skip
         spread = content.spreads[KINDS[int(self._kinds[cell])]]
         speedup = plain[0] / best[0]
-        low, high = speedup * math.exp(spread.low), speedup * math.exp(spread.high)
+        best_us = self.time_us(best[1], m)
+        low, high = (
+            plain[0] / self._counted_us(best[2], best_us * math.exp(-end))
+            for end in (spread.low, spread.high)
+        )
         chosen = best if low > 1 else plain
         return chosen[2], Prediction(
             chosen[0], plain[1], plain[0], best[1], speedup, low, high, content.coverage,
@@ -200,6 +211,7 @@ def forecast(
     barred: Collection[str],
     *,
     is_compiled: bool,
+    with_costs: Callable[[list[Candidate]], list[Candidate]] = list,
 ) -> Forecast | None:
     """Predictions for a problem; None if the model does not cover it.
 
@@ -211,6 +223,7 @@ def forecast(
         needs: Abilities that a kernel must have.
         barred: Kernels that have measured failures here, or cannot run.
         is_compiled: Whether a compiler pads activations at no cost.
+        with_costs: Gives candidates their host costs.
     """
     if not is_covered(problem) or not model.covers(model.content.least[0], problem.n, problem.k):
         return None
@@ -236,4 +249,4 @@ def forecast(
         )  # fmt: skip
     if not any(candidate.name == baseline_name(problem) for candidate in candidates):
         return None
-    return Forecast(problem, model, candidates, m_unit, is_compiled=is_compiled)
+    return Forecast(problem, model, with_costs(candidates), m_unit, is_compiled=is_compiled)

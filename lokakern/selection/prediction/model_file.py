@@ -27,6 +27,7 @@ FORMAT: Literal["lokakern time model 1"] = "lokakern time model 1"
 LARGEST_BYTES = 1_000_000
 MOST_TREES, MOST_NODES, MOST_KERNELS = 2000, 127, 64
 LEAF = 255  # in place of a feature
+LARGEST_SUM = 300.0  # of leaves, one for each tree: exp of it is finite
 _REMEDY = "fit it again with `python -m lokakern.bench fit`, or remove it"
 _Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 _Finite = Annotated[float, Meta(ge=-50.0, le=50.0)]
@@ -67,6 +68,10 @@ class Trees(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         # Children come after their parent and within the tree, so that every walk ends.
         ends = np.repeat(np.cumsum(sizes), sizes)
         places = np.arange(len(feature))
+        leaves = np.abs(np.where(inner, 0.0, value.astype(np.float64)))
+        largest = abs(self.start) + np.maximum.reduceat(leaves, np.cumsum(sizes) - sizes).sum()
+        if largest > LARGEST_SUM:
+            raise ValueError(f"trees add up to {largest:g}; expected at most {LARGEST_SUM:g}")
         if (right[inner] < 2).any() or (places[inner] + right[inner] >= ends[inner]).any():
             raise ValueError("a child lies outside of its tree")
 

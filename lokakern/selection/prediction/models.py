@@ -79,6 +79,8 @@ def _transferred(facts: Snapshot, device: Device) -> Model | None:
         return None
     for source in reversed(facts.sources):
         for place in sorted(model_folder(Path(source)).glob("*.json")):
+            if not place.is_file():
+                continue
             try:
                 model = load(place)
             except DatabaseError as error:

@@ -9,24 +9,27 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 import lokakern
 from lokakern.errors import UnknownNameError
 from lokakern.problems import make_problem
 from lokakern.registry.snapshot.loading import load_snapshot
 from lokakern.registry.storage.paths import shipped_databases
-from lokakern.selection import dispatcher, misses
+from lokakern.selection import dispatcher, host_cost, misses
+from lokakern.selection.candidates import HostCost
 from lokakern.selection.prediction import models
 from lokakern.selection.prediction.errors import predicted_errors
-from lokakern.selection.prediction.features import is_covered
-from lokakern.selection.prediction.model_file import LARGEST_BYTES, load, parse
+from lokakern.selection.prediction.features import Rates, is_covered
+from lokakern.selection.prediction.model_file import LARGEST_BYTES, LEAF, load, parse
 from lokakern.types import Device, ErrorBudget, Format, Granularity, Layout, Operand
 
 H200 = "NVIDIA H200"
 (SHIPPED,) = shipped_databases()
-UNMEASURED = (32768, 2064, 2000)  # FP8 is predicted to be 1.5x as fast
+UNMEASURED = (32768, 2064, 2000)  # FP8 is predicted to be 1.4x as fast
 
 
 @pytest.fixture(scope="module")
@@ -249,6 +252,38 @@ def test_a_damaged_model_is_told_and_not_used(
     with caplog.at_level(logging.WARNING, "lokakern"):
         assert models.model_for(facts, device) is None
     assert "invalid" in caplog.text
+
+
+def test_trees_that_overflow_are_refused(shipped) -> None:
+    content = load(models.model_path(SHIPPED, shipped.find_device(H200))).content
+    trees = content.kernels[0].trees
+    for leaf in (-3e38, 3e38, 1.5):
+        value = np.frombuffer(trees.value, np.float32).copy()
+        value[np.frombuffer(trees.feature, np.uint8) == LEAF] = leaf
+        with pytest.raises(ValueError, match="trees add up to"):
+            replace(trees, value=value.tobytes())
+    with pytest.raises(msgspec.ValidationError, match=r"1\.0"):
+        msgspec.convert(msgspec.structs.asdict(content.rates) | {"bytes_per_us": 5e-324}, Rates)
+
+
+def test_host_costs_count_in_predictions(shipped, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the host takes longer than bf16 on the GPU, nothing is gained."""
+    monkeypatch.setenv("LOKAKERN_PREDICT", "1")
+
+    def costs(us: float):
+        by_call = {(host_cost.BF16, "torch"): HostCost(us, 0.0)}
+        return lambda *_, **__: host_cost.HostCosts("measured here", by_call)
+
+    found = {}
+    for us in (10.0, 300.0, 1000.0):
+        monkeypatch.setattr(dispatcher, "host_costs", costs(us))
+        dispatcher.use_snapshot(shipped)
+        found[us] = ask(*UNMEASURED, regime="compiled").predicted
+    dispatcher.use_snapshot(None)
+    assert found[10.0].low > 1 and found[10.0].speedup > found[300.0].speedup > 1
+    assert found[300.0].latency_us == 300.0, "of the host"
+    assert (found[1000.0].speedup, found[1000.0].latency_us) == (1.0, 1000.0)
+    assert found[1000.0].plain == "torch.bf16"
 
 
 def test_the_shipped_model_belongs_to_the_shipped_rows_and_keeps_its_bars(shipped) -> None:
