@@ -677,7 +677,7 @@ class Conversion:
                 form
                 for route in site.routes[: 1 if self._inference else None]
                 for form in _FORMS[route.gemm]
-                if not route.choices and form not in forms
+                if (not route.choices or route.is_predicted) and form not in forms
             ]
         for (n, k), forms in list(missing.items()):
             # Where bf16 of unaligned rows is no measure, that of padded sizes is.

@@ -67,6 +67,11 @@ class Route:
     why: str
     choices: tuple[Choice, ...] = ()
 
+    @property
+    def is_predicted(self) -> bool:
+        """Whether nothing was measured, and times are those of the time model."""
+        return any(_is_predicted(choice.table) for choice in self.choices)
+
     def explain(self) -> str:
         """The choice at every measured m, with the reason for each kernel that lost."""
         return "\n".join([f"{self.gemm}: {self.why}", *(c.explain() for c in self.choices)])
@@ -82,6 +87,7 @@ class Judge:
         verdicts: Verdicts whose errors replace stored ones, if any.
         regime: Regime of the times, as of `dispatch`.
         is_training: Whether host costs are those of training steps.
+        predicts: Whether times are predicted where nothing was measured.
     """
 
     budget: ErrorBudget | None
@@ -89,6 +95,7 @@ class Judge:
     verdicts: tuple[Verdict, ...] | None = None
     regime: str = COMPILED
     is_training: bool = False
+    predicts: bool = False
 
     def candidates(
         self, problem: Problem, gemm: str, device: Device
@@ -96,7 +103,7 @@ class Judge:
         """The table of a problem, and its candidates with the errors of this source."""
         table = dispatcher.table_for(
             problem, self.budget, self.distributions, device, self.regime, is_choice=False,
-            is_training=self.is_training,
+            is_training=self.is_training, predicts=self.predicts,
         )  # fmt: skip
         candidates = list(table.candidates)
         # Few unaligned sizes were measured, and there predictions are inexact.
@@ -131,6 +138,7 @@ def routes_of(
         forms: Granularities of the weight.
     """
     judge = replace(judge, is_training=not inference)
+    predicting = replace(judge, predicts=True)  # only where no form of a GEMM was measured
     reason = "no budget" if judge.budget is None else ""
     if dispatcher.choices() is not None:
         reason = "choices are frozen, without those of modules"
@@ -143,11 +151,19 @@ def routes_of(
         first = _route("output", problem_at, judge, device, inference, m_range, forms)
         if first.choices:
             break
+    else:
+        problem_at = _output_problem(n, k, epilogues[0])
+        first = _route("output", problem_at, predicting, device, inference, m_range, forms)
     if inference:
         return (first, *(Route(gemm, PLAIN, NO_GRADIENTS) for gemm in GEMMS[1:]))
     problem_at = _grad_input_problem(n, k)
     second = _route("grad_input", problem_at, judge, device, False, m_range, forms)
-    return first, second, _grad_weight_route(n, k, judge, device, first, m_range)
+    if not second.choices:
+        second = _route("grad_input", problem_at, predicting, device, False, m_range, forms)
+    third = _grad_weight_route(n, k, judge, device, first, m_range)
+    if not third.choices:
+        third = _grad_weight_route(n, k, predicting, device, first, m_range)
+    return first, second, third
 
 
 def activating_route(

@@ -67,6 +67,27 @@ def test_measured_sizes_take_facts_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not any(texts(converted(*UNMEASURED, inference=False)).values())
 
 
+def test_times_of_one_form_come_before_predictions_of_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of most layers the product without a bias was measured, and with some forms of the weight."""
+    sizes = ((2048, 3200), (3456, 512), (1024, 1024), (512, 1024), (4096, 4096), (512, 256))
+    found = []
+    for switch in ("1", "0"):
+        monkeypatch.setenv("LOKAKERN_PREDICT", switch)
+        dispatcher.use_snapshot(None)
+        found.append([texts(converted(k, n, inference=x)) for n, k in sizes for x in (True, False)])
+    assert found[0] == found[1]
+    assert any(text for routes in found[0] for text in routes.values())
+
+
+def test_what_was_predicted_is_still_to_be_measured() -> None:
+    found = converted(*UNMEASURED)
+    assert found.sites["0"].routes[0].is_predicted
+    assert "k = 2560" in found.suite([8192])
+    assert converted(*MEASURED).suite([8192]) == ""
+
+
 def test_unaligned_sizes_are_not_predicted() -> None:
     assert not any(texts(converted(*ODD, inference=False)).values())
 
