@@ -59,7 +59,7 @@ class Route:
         gemm: "output", "grad_input" or "grad_weight".
         text: The route of modules, see `lokakern.nn.routed_matmul`; "" if nothing is quantized.
         why: The reason in a few words.
-        choices: The choice at each measured m.
+        choices: The choice at each measured m, or at some m if times are predicted.
     """
 
     gemm: str

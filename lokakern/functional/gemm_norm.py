@@ -176,8 +176,10 @@ def gemm_norm(
         out_scale: Static descale of an FP8 output: a number, float32 ``[1, 1]``, or "static", the
             bound of the norm, its weight and bias, so that nothing saturates (not with a gate, a
             cross, a last residual, or without a norm). The scale of "static" and of a number is
-            computed once and shared by results: do not write to it. "static" is computed again
-            after a write to the weight or bias; a CUDA graph keeps the scale of its capture.
+            computed once and shared by results: do not write to it. "static" is computed in every
+            call if the weight or bias requires a gradient, else again after a write to them (not
+            one through NumPy, or in place through ``.data``, which nothing tells of). A CUDA graph
+            keeps the scale of its capture.
         budget: Largest accepted row error against a float64 result, or an `ErrorBudget`, over
             measured distributions. None means the fastest measured unquantized kernel, or the
             budget of a prepared weight; for quantized operands, the fastest kernel.

@@ -3,8 +3,10 @@
 A scale that a call makes anew costs launches, four times the kernel's own time where m is small. So
 scales of numbers, and scales that follow from a norm with its weight and bias, are kept in memory
 that no call writes: `number_scale` and `bound_scale`. A weight that was written since, as torch's
-version counter tells, gets a new scale in new memory; results of earlier calls keep theirs. A CUDA
-graph keeps the scale of its capture, as it keeps every other value that Python computed.
+version counter and the weight's memory tell, gets a new scale in new memory; results of earlier
+calls keep theirs. A weight that requires a gradient has no kept scale: fused optimizers write to it
+without a new version. A CUDA graph keeps the scale of its capture, as it keeps every other value
+that Python computed.
 
 In a compiled graph the scale is an output of an op. Compilers may write to memory of outputs that
 nobody reads any more, so the op `output_scale` computes a new tensor. Where Inductor generates the
@@ -23,6 +25,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lokakern.device import current_device
 from lokakern.errors import FormatError, LaunchError, LokakernError
@@ -40,30 +43,56 @@ _R = TypeVar("_R")
 Vectors = tuple[Tensor | None, ...]
 
 
+class _Seen(NamedTuple):
+    """A vector as it was when a scale was computed from it, not kept alive.
+
+    Attributes:
+        vector: The tensor.
+        version: Its version.
+        address: Of its first element.
+        storage: Its memory; no other one has this identity while the reference exists.
+    """
+
+    vector: weakref.ref[Tensor]
+    version: int
+    address: int
+    storage: StorageWeakRef
+
+    @classmethod
+    def of(cls, x: Tensor) -> _Seen:
+        """A vector as it is now."""
+        storage = StorageWeakRef(x.untyped_storage())  # type: ignore[no-untyped-call]
+        return cls(weakref.ref(x), x._version, x.data_ptr(), storage)
+
+    def is_as(self, x: Tensor) -> bool:
+        """Whether x is the vector, and nothing tells of a write to it."""
+        return (
+            self.vector() is x
+            and self.version == x._version
+            and self.address == x.data_ptr()
+            and self.storage.cdata == x.untyped_storage()._cdata
+        )
+
+
 class _Kept(NamedTuple):
     """A scale, with what it was computed from.
 
     Attributes:
         scale: float32 ``[1, 1]``.
         own_version: Its version; another one tells that a caller wrote to it.
-        vectors: The norm's weight and bias, or None, not kept alive.
-        versions: Their versions.
+        vectors: The norm's weight and bias, or None.
     """
 
     scale: Tensor
     own_version: int
-    vectors: tuple[weakref.ref[Tensor] | None, ...]
-    versions: tuple[int, ...]
+    vectors: tuple[_Seen | None, ...]
 
     def is_of(self, vectors: Vectors) -> bool:
         """Whether it is the scale of these vectors as they are now."""
-        for kept, version, x in zip(self.vectors, self.versions, vectors, strict=True):
-            if x is None:
-                if kept is not None:
-                    return False
-            elif kept is None or kept() is not x or x._version != version:
-                return False
-        return self.own_version == self.scale._version
+        return self.own_version == self.scale._version and all(
+            seen is None if x is None else seen is not None and seen.is_as(x)
+            for seen, x in zip(self.vectors, vectors, strict=True)
+        )
 
 
 _KEPT: dict[Any, _Kept] = {}
@@ -163,7 +192,8 @@ def kept(key: Any, device: torch.device, vectors: Vectors, make: Callable[[], Te
         vectors: Tensors that it depends on.
         make: Computes it, float32 ``[1, 1]``.
     """
-    known = _KEPT.get(key)
+    is_trained = any(x is not None and x.requires_grad for x in vectors)
+    known = None if is_trained else _KEPT.get(key)
     is_captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     if known is not None and known.is_of(vectors):
         if is_captured:
@@ -174,15 +204,14 @@ def kept(key: Any, device: torch.device, vectors: Vectors, make: Callable[[], Te
     # Writes to tensors of inference mode cannot be noticed. Launches of a capture run when the
     # graph is replayed, and tracers' tensors have no values.
     has_versions = not any(x is not None and x.is_inference() for x in vectors)
-    if is_captured or not has_versions or type(scale) is not Tensor:
+    if is_trained or is_captured or not has_versions or type(scale) is not Tensor:
         return scale
     if scale.is_cuda:
         scale = _in_memory_of_all_streams(scale)
     if len(_KEPT) >= _MOST_SCALES:
         _KEPT.clear()
-    references = tuple(None if x is None else weakref.ref(x) for x in vectors)
-    versions = tuple(0 if x is None else x._version for x in vectors)
-    _KEPT[key] = _Kept(scale, scale._version, references, versions)
+    seen = tuple(None if x is None else _Seen.of(x) for x in vectors)
+    _KEPT[key] = _Kept(scale, scale._version, seen)
     return scale
 
 

@@ -167,7 +167,7 @@ def _is_summed_over_rows(node: torch.fx.Node) -> bool:
     operand = node.args[0]
     assert isinstance(operand, torch.fx.Node)
     total = torch.ops.aten.sum.dim_IntList
-    return any(x.target is total and tuple(x.args[1]) in ((0,), (-2,)) for x in operand.users)  # type: ignore[arg-type]
+    return any(x.target is total and x.args[1] in ([0], [-2]) for x in operand.users)
 
 
 def _reads_once(a: Any, route: str) -> bool:

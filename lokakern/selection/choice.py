@@ -205,6 +205,8 @@ def _host_words(pick: Pick, table: Table) -> str:
     if time is None or time.host is None:
         return table.host
     which = "assumed to be that of bf16" if time.host.is_assumed else table.host
+    if time.host.least_us > time.host.us:
+        which += f"; counted as bf16's, {time.host.least_us:.2f} us"
     longer = "host" if time.is_of_host else "GPU"
     return (
         f"{time.host.us:.2f} us a call ({which}); {time.gpu_us:.2f} us on the GPU; the longer "

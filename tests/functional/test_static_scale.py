@@ -134,6 +134,55 @@ def test_a_write_to_the_weight_makes_a_new_scale_and_leaves_results_alone(made: 
     assert len(made) == 3
 
 
+def in_memory_of(weight: Tensor) -> None:
+    weight.data = weight.data * 2
+
+
+def as_a_vector(weight: Tensor) -> None:
+    torch.nn.utils.vector_to_parameters(2 * weight.detach().reshape(-1), [weight])
+
+
+def by_a_fused_optimizer(weight: Tensor) -> None:
+    weight.requires_grad_()
+    weight.grad = -weight.detach()
+    torch.optim.SGD([weight], lr=1.0, fused=True).step()
+
+
+def by_data_while_trained(weight: Tensor) -> None:
+    weight.requires_grad_()
+    weight.data.mul_(2.0)
+
+
+@pytest.mark.parametrize(
+    "write", [in_memory_of, as_a_vector, by_a_fused_optimizer, by_data_while_trained]
+)
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_writes_without_a_new_version_are_followed(
+    write: Callable[[Tensor], None], is_trained: bool
+) -> None:
+    weight = torch.nn.Parameter(torch.ones(N), requires_grad=is_trained)
+    with torch.no_grad():
+        before, after = (
+            (write(weight) if again else None,
+             float(scale_of(lokakern.norm_quantize(
+                 Y, norm="layer", norm_weight=weight, out_scale="static"))))[1]
+            for again in (False, True)
+        )  # fmt: skip
+    assert after == pytest.approx(2 * before)
+
+
+def test_memory_that_comes_back_makes_no_old_scale_valid() -> None:
+    """A freed address may be that of the next weight."""
+    weight = torch.nn.Parameter(torch.ones(N), requires_grad=False)
+    scales = []
+    for factor in range(1, 6):
+        weight.data = torch.full((N,), float(factor))
+        gc.collect()
+        found = lokakern.norm_quantize(Y, norm="rms", norm_weight=weight, out_scale="static")
+        scales.append(float(scale_of(found)))
+    assert scales == pytest.approx([x * scales[0] for x in range(1, 6)])
+
+
 def test_weights_share_no_scale_even_at_one_address(made: list[Any]) -> None:
     for factor in range(1, 5):
         weight = torch.full((N,), float(factor)).bfloat16()  # the memory, and id, of the last one

@@ -137,6 +137,27 @@ def test_gradients_have_the_bits_of_eager_calls(bias: bool) -> None:
     assert "= lokakern_weight_gradient(" in codes[-1]
 
 
+@pytest.mark.parametrize(
+    ("reduce", "is_fused"),
+    [(lambda y: y.sum(0), False), (lambda y: y.sum(-2, keepdim=True), False),
+     (lambda y: torch.ops.aten.sum.dim_IntList(y, None, True), True), (lambda y: y.sum(1), True)],
+)  # fmt: skip
+def test_an_operand_that_is_summed_over_rows_is_left_to_the_product(
+    reduce: Callable[[Tensor], Tensor], is_fused: bool
+) -> None:
+    layer, x = layer_of((BY_ROW, PLAIN, PLAIN)), rows()
+
+    def call(x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.relu()
+        return layer(x), reduce(x)
+
+    with torch.no_grad():
+        found, products = compiled(call, x)
+        expected = call(x)
+    assert torch.equal(found[0], expected[0])
+    assert products == [(not is_fused, is_fused)]
+
+
 def test_products_of_dynamic_size_quantize_themselves() -> None:
     layer = layer_of((BY_ROW, PLAIN, PLAIN))
     torch._dynamo.reset()

@@ -110,6 +110,8 @@ def test_regimes_differ_where_the_host_is_the_limit(book: Book) -> None:
     assert kernels("graph-cold") == kernels(None) == [ROW, ROW, ROW]
     assert kernels("compiled") == [BF16, BF16, ROW], "costlier calls lose small products"
     assert kernels("eager") == [BF16, BF16, ROW], "a cheaper call alone is no reason to quantize"
+    assert "9.00 us a call" in chosen(8192, "eager").explain()
+    assert "; counted as bf16's, 12.00 us)" in chosen(8192, "eager").explain()
     small, large = chosen(64, "compiled"), chosen(8192, "compiled")
     assert (small.latency_us, small.gpu_us, small.host_us) == (12.0, 6.0, 12.0)
     assert (large.latency_us, large.gpu_us, large.host_us) == (35.0, 35.0, 18.0)
