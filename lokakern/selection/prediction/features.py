@@ -9,12 +9,14 @@ sizes that were measured. A change of a feature makes every model file useless: 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Annotated
 
 import numpy as np
 from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
+from lokakern.selection.padded_rows import bytes_copied
 from lokakern.types import Format, Granularity, Layout, Problem
 
 VERSION = 1
@@ -70,7 +72,12 @@ def _alignment(size: int | NDArray[np.int64]) -> NDArray[np.float64]:
 
 
 def described(
-    problem: Problem, m: NDArray[np.int64], granularity: Granularity, rates: Rates
+    problem: Problem,
+    m: NDArray[np.int64],
+    granularity: Granularity,
+    rates: Rates,
+    *,
+    pads: bool = False,
 ) -> tuple[NDArray[np.float64], NDArray[np.float32]]:
     """Base times in microseconds and features of a kernel at a problem.
 
@@ -79,6 +86,7 @@ def described(
         m: Rows of a, ``[count]``.
         granularity: Of the kernel's scales of a; NONE does not quantize.
         rates: Of the device.
+        pads: Whether the kernel copies unaligned operands into padded rows.
 
     Returns:
         ``[count]`` and ``[count, features]``.
@@ -104,7 +112,7 @@ def described(
     if is_fp8:  # quantizers write aligned rows
         a_alignment, b_alignment = every * 16, every * 16
     least = np.minimum(np.minimum(a_alignment, b_alignment), out_alignment)
-    unaligned = (least < _TMA_ALIGNMENT) & (not is_fp8)
+    unaligned = (least < _TMA_ALIGNMENT) & (not (is_fp8 or pads))
     peak = np.where(unaligned, rates.unaligned_flops_per_us, rates.bf16_flops_per_us)
     if is_fp8:
         peak = every * rates.fp8_flops_per_us
@@ -127,6 +135,9 @@ def described(
     quantize_us = quantized_bytes / rates.bytes_per_us
     base_us = _LAUNCH_US + product_us + quantize_us
     base_us = base_us + (_QUANTIZE_US if is_fp8 else 0.0) + (_WEIGHT_US if quantizes_b else 0.0)
+    if pads:
+        copied_bytes = [bytes_copied(replace(problem, m=x)) for x in m.tolist()]
+        base_us = base_us + np.array(copied_bytes) / rates.bytes_per_us
 
     weight_us = _QUANTIZED_BYTES * float(n) * k / rates.bytes_per_us
     columns += [

@@ -94,12 +94,12 @@ class Forecast:
         """Predicted times by kernel, one for each cell of m."""
         found = {}
         for candidate in self.candidates:
-            if candidate.name != PADDED:
+            if candidate.name != PADDED or self._predicts_padding:
                 granularity = candidate.granularity
                 found[candidate.name] = self._times(candidate.name, self._problem, granularity)
         wide = padded_problem(self._problem)
         base = baseline_name(self._problem)
-        if wide is not None and base in self._model.kernels:
+        if wide is not None and base in self._model.kernels and not self._predicts_padding:
             times = self._times(base, wide, Granularity.NONE)
             if not self._is_compiled:
                 rate = self._model.content.rates.bytes_per_us
@@ -109,11 +109,18 @@ class Forecast:
             found[PADDED] = times
         return found
 
+    @property
+    def _predicts_padding(self) -> bool:
+        """Whether the model has times of padded products with their copies, and these count."""
+        return PADDED in self._model.kernels and not self._is_compiled
+
     def _bytes_copied(self, m: int) -> int:
         return bytes_copied(replace(self._problem, m=m))
 
     def _times(self, name: str, problem: Problem, granularity: Granularity) -> NDArray[np.float64]:
-        base, rows = described(problem, self._m, granularity, self._model.content.rates)
+        base, rows = described(
+            problem, self._m, granularity, self._model.content.rates, pads=name == PADDED
+        )
         found: NDArray[np.float64] = base * np.exp(self._model.forest(name)(rows))
         return found
 
@@ -227,7 +234,8 @@ def forecast(
     """
     if not is_covered(problem) or not model.covers(model.content.least[0], problem.n, problem.k):
         return None
-    names = [*model.kernels, *([PADDED] if padded_problem(problem) is not None else [])]
+    names = [name for name in model.kernels if name != PADDED]
+    names += [PADDED] if padded_problem(problem) is not None else []
     candidates = []
     for name in names:
         kernel = KERNELS.get(name)

@@ -1,4 +1,6 @@
 import json
+import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -6,11 +8,13 @@ import pytest
 from lokakern.bench.cli.main import app
 from lokakern.bench.prediction import fit as fitting
 from lokakern.errors import DatabaseError, MeasurementError
+from lokakern.problems import make_problem
 from lokakern.progress import Progress
 from lokakern.registry.snapshot.facts import Facts, image_of
 from lokakern.registry.snapshot.snapshot import Snapshot
 from lokakern.registry.storage.paths import shipped_databases
 from lokakern.selection import dispatcher
+from lokakern.selection.padded_rows import bytes_copied
 from lokakern.selection.prediction.features import FEATURES, described
 from lokakern.selection.prediction.model_file import (
     KINDS,
@@ -165,6 +169,33 @@ def test_features_do_not_depend_on_what_else_is_asked(timings, h200):
         alone_base, alone = described(problem, np.array([x]), Granularity.ROW, rates)
         assert base[i] == alone_base[0]
         np.testing.assert_array_equal(rows[i], alone[0])
+
+
+def test_a_kernel_that_pads_counts_copies_and_not_unaligned_rows(timings, h200):
+    rates = fitting.rates_of(timings, h200)
+    m = np.array([512, 8192])
+    wide = make_problem("gemm", (16, 1680, 1680))
+    odd = make_problem("gemm", (16, 1677, 1677))
+    plain, padded, aligned = (
+        described(problem, m, Granularity.NONE, rates, pads=pads)[0]
+        for problem, pads in ((odd, False), (odd, True), (wide, False))
+    )
+    copied = [bytes_copied(replace(odd, m=x)) for x in m.tolist()]
+    np.testing.assert_allclose(padded, aligned + np.array(copied) / rates.bytes_per_us, rtol=0.01)
+    assert padded[1] < plain[1]
+
+
+def test_bf16_is_the_faster_of_plain_and_padded_rows(timings):
+    names = ("torch.bf16", "torch.bf16_padded", "cuda.quantize_row+cuda.scaled_gemm_row")
+    known = [one for one in timings if one.name in names]
+    exact = [one.times_us for one in known]
+    found = {pair.problem: pair.plain for pair in fitting._pairs(known, exact)}
+    plain = [dict(zip(x.problems, x.times_us, strict=True)) for x in known if "bf16" in x.name]
+    assert len(plain) == 2
+    both = [p for p in found if all(p in one for one in plain)]
+    assert len(both) > 20
+    for problem in both:
+        assert found[problem] == pytest.approx(math.log(min(one[problem] for one in plain)))
 
 
 def test_the_command_writes_a_model_that_dispatch_reads(few_trees, tmp_path, monkeypatch, capsys):
