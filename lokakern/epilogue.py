@@ -132,6 +132,11 @@ class NormForm(NamedTuple):
     last: str = "none"
     residual_last: bool = False
 
+    @property
+    def is_bounded(self) -> bool:
+        """Whether the norm bounds the output, which then has a static scale."""
+        return self.norm.kind != "none" and self.last in ACTIVATIONS and not self.residual_last
+
     def __str__(self) -> str:
         words = [
             "bias" if self.bias else "",

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lokakern.chain.search import LayerOption
-from lokakern.epilogue import ACTIVATIONS
 from lokakern.problems import baseline_name, make_problem
 from lokakern.registry.register import KERNELS, fp8_format, kernels_for
 from lokakern.selection import dispatcher, misses
@@ -53,8 +52,7 @@ class Layer(NamedTuple):
     @property
     def is_bounded(self) -> bool:
         """Whether the output has a static scale from its norm."""
-        form = norm_form(self.epilogue)
-        return form.norm.kind != "none" and form.last in ACTIVATIONS and not form.residual_last
+        return norm_form(self.epilogue).is_bounded
 
 
 class Form(NamedTuple):

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
+from lokakern.epilogue import norm_form
 from lokakern.types import Format, Granularity, Operand
 from lokakern.workloads.gemm_cases import LEFT_SCALES, Case, prepared_weight, quantized_output
 from lokakern.workloads.gemm_gradient_cases import GRADIENTS, WIDE_RANGE
@@ -60,6 +61,58 @@ def chained_cases(m: int, n: int, k: int, distribution: str, fp8: Format) -> Ite
         yield layer(b=prepared_weight(fp8, right), prepared=True, **writes[out])
     for out in (tensor, row):
         yield layer(**writes[out])
+
+
+MOST_CHAIN_CASES = 11  # of a layer at one m
+
+
+def chain_layer_cases(
+    m: int,
+    n: int,
+    k: int,
+    epilogue: str,
+    distribution: str,
+    fp8: Format,
+    *,
+    first: bool = True,
+    later: bool = True,
+) -> Iterator[Case]:
+    """The problems of op gemm_norm by which a layer of an inference chain is chosen.
+
+    The unquantized layer, then FP8 with rowwise scales and with 1x128 x 128x128 scales. Outputs are
+    bfloat16, FP8 with the same scales and, where a norm bounds a rowwise layer's outputs, FP8 with
+    a static scale.
+
+    Args:
+        m: Rows of X.
+        n: Outputs.
+        k: Inputs.
+        epilogue: As in `Problem`, such as "bias+relu" or "bias+layer+affine+silu".
+        distribution: Distribution of X.
+        fp8: FP8 format of the device.
+        first: Whether the layer may begin a chain: X is bfloat16, W is prepared.
+        later: Whether it may follow another layer: X is FP8.
+
+    Raises:
+        UnknownNameError: The epilogue is unknown.
+        ShapeError: Blocks of its norm do not divide n.
+    """
+    layer = functools.partial(gemm_norm_case, m, n, k, epilogue, distribution)
+    row, group = Granularity.ROW, Granularity.GROUP
+    tensor, row_out, group_out = (quantized_output(fp8, scales) for scales in LEFT_SCALES)
+    row_outputs = [{}, row_out, *([tensor] if norm_form(epilogue).is_bounded else [])]
+    yield layer()
+    if first:
+        yield layer(**row_out)
+        weight = prepared_weight(fp8, row)
+        for out in row_outputs:
+            yield layer(b=weight, prepared=True, **out)
+        yield layer(b=prepared_weight(fp8, Granularity.BLOCK), prepared=True, **group_out)
+    if later:
+        for out in row_outputs:
+            yield layer(Operand(fp8, row), **out)
+        for out in ({}, group_out):
+            yield layer(Operand(fp8, group), **out)
 
 
 def gemm_norm_case(

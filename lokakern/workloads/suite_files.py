@@ -28,13 +28,24 @@
     activation = "relu"                    # before the product: for form "activate" only
     forms = ["prepared", "activate"]
 
+    [[layer]]
+    m = [2048, 8192]
+    n = 1024
+    k = 1024
+    epilogue = "bias+layer+affine+relu"    # after the product: for form "chain" only
+    forms = ["chain"]
+
 Forms are the problems of a layer: ``gemm`` of unquantized operands, ``prepared`` with a prepared W
 (tensor, row and 128x128 scales), ``scaled_gemm`` of quantized operands, ``quantize`` of X (tensor,
 row and 1x128 scales), and the gradients, timed on X12: ``grad_input`` (W as stored, and prepared
 with row and 128x128 scales) and ``grad_weight``. ``activate`` is an activation (relu, hardswish or
-silu) and rowwise quantization of X in one kernel. The default is gemm, prepared and quantize; for a
+silu) and rowwise quantization of X in one kernel. ``chain`` is the layer with its epilogue in op
+gemm_norm, in the formats between which a chain of layers chooses: X in bfloat16, with rowwise and
+with 1x128 scales, the output likewise, or with a static scale where a norm bounds it. An epilogue
+is a bias, a norm (layer, rms or block_rms(columns), with affine), and an activation, joined by +,
+such as "bias+relu". The default is gemm, prepared and quantize; for a
 batch gemm, because no quantized form has batches. ``bias`` applies to gemm and prepared. A scaled
-GEMM writes bfloat16 and activate reads it, so that a float32 layer has neither.
+GEMM writes bfloat16, and activate and chain read it, so that a float32 layer has none of them.
 """
 
 from __future__ import annotations
@@ -46,8 +57,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lokakern.epilogue import ACTIVATIONS
-from lokakern.errors import SuiteError, UnknownNameError
+from lokakern.epilogue import ACTIVATIONS, norm_form
+from lokakern.errors import ShapeError, SuiteError, UnknownNameError
 from lokakern.types import Format, Granularity
 from lokakern.workloads.distributions import distribution_named
 from lokakern.workloads.gemm_cases import (
@@ -64,7 +75,11 @@ from lokakern.workloads.gemm_gradient_cases import (
     grad_input_cases,
     grad_weight_case,
 )
-from lokakern.workloads.norm_cases import norm_quantize_case
+from lokakern.workloads.norm_cases import (
+    MOST_CHAIN_CASES,
+    chain_layer_cases,
+    norm_quantize_case,
+)
 from lokakern.workloads.suites import SUITES, Suite
 
 LARGEST_FILE_BYTES = 2**20
@@ -90,6 +105,7 @@ class Layer:
     format: Format
     forms: tuple[str, ...]
     activation: str = ""
+    epilogue: str = ""
 
 
 def _cases(form: str, layer: Layer, m: int, fp8: Format) -> Iterator[Case]:
@@ -111,6 +127,8 @@ def _cases(form: str, layer: Layer, m: int, fp8: Format) -> Iterator[Case]:
             yield from grad_input_cases(m, n, k, fp8, layer.format, batch=layer.batch)
         case "grad_weight":
             yield grad_weight_case(m, n, k, layer.format, batch=layer.batch)
+        case "chain":
+            yield from chain_layer_cases(m, n, k, layer.epilogue, distribution, fp8)
         case _:
             row = Granularity.ROW
             yield norm_quantize_case(m, k, layer.activation, distribution, fp8, row)
@@ -120,7 +138,7 @@ def _cases(form: str, layer: Layer, m: int, fp8: Format) -> Iterator[Case]:
 FORMS = {
     "gemm": 1, "prepared": len(PREPARED_FORMS), "scaled_gemm": len(LEFT_SCALES),
     "quantize": len(LEFT_SCALES), "grad_input": 1 + len(PREPARED_BACKWARD_FORMS),
-    "grad_weight": 1, "activate": 1,
+    "grad_weight": 1, "activate": 1, "chain": MOST_CHAIN_CASES,
 }  # fmt: skip
 DEFAULT_FORMS = ("gemm", "prepared", "quantize")
 BATCHED_FORMS = ("gemm", "grad_input", "grad_weight")
@@ -253,8 +271,8 @@ def size_of(value: object, key: str, where: str) -> int:
 
 
 LAYER_KEYS = (
-    "m", "n", "k", "distribution", "bias", "batch", "format", "activation", "forms", "name",
-    "count",
+    "m", "n", "k", "distribution", "bias", "batch", "format", "activation", "epilogue", "forms",
+    "name", "count",
 )  # fmt: skip
 
 
@@ -284,11 +302,13 @@ def _layer(entry: object, place: int, where: str) -> Layer:
             f"{where}: activation is {shown(activation)} and forms are {', '.join(forms)}; form "
             f"'activate' goes with an activation, one of {known}"
         )
+    n = size_of(entry.get("n"), "n", where)
+    epilogue = _epilogue(entry.get("epilogue", ""), n, forms, where)
     return Layer(
         name=_text(entry, "name", where) if "name" in entry else f"layer {place}",
         count=size_of(entry.get("count", 1), "count", where),
         m=tuple(dict.fromkeys(size_of(size, "m", where) for size in many)),
-        n=size_of(entry.get("n"), "n", where),
+        n=n,
         k=size_of(entry.get("k"), "k", where),
         distribution=_distribution(entry.get("distribution", "X1"), where),
         bias=bias,
@@ -296,7 +316,32 @@ def _layer(entry: object, place: int, where: str) -> Layer:
         format=Format(form),
         forms=forms,
         activation=activation,
+        epilogue=epilogue,
     )
+
+
+def _epilogue(value: object, n: int, forms: tuple[str, ...], where: str) -> str:
+    """The epilogue of form "chain", "" without that form."""
+    if not isinstance(value, str):
+        raise SuiteError(f"{where}: epilogue is {shown(value)}; expected text such as 'bias+relu'")
+    if ("chain" in forms) != bool(value):
+        raise SuiteError(
+            f"{where}: epilogue is {shown(value)} and forms are {', '.join(forms)}; form 'chain' "
+            "goes with an epilogue, such as 'bias+relu' or 'none'"
+        )
+    if not value:
+        return ""
+    try:
+        form = norm_form(value)
+        form.norm.span(n)
+    except (UnknownNameError, ShapeError) as error:
+        raise SuiteError(f"{where}: epilogue is {shown(value)}: {error}") from None
+    if form.residual or form.residual_last or form.last not in ACTIVATIONS:
+        raise SuiteError(
+            f"{where}: epilogue is {shown(value)}; a layer of a chain reads no residual, gate or "
+            "cross beside X"
+        )
+    return value
 
 
 def _distribution(value: object, where: str) -> str:
@@ -323,7 +368,7 @@ def _forms(entry: dict[str, Any], batch: int, form: Format, where: str) -> tuple
                 f"{where}: form {name!r} takes no batch, and batch is {batch}; expected some of "
                 f"{', '.join(BATCHED_FORMS)}"
             )
-        if form is Format.FLOAT32 and name in ("scaled_gemm", "activate"):
+        if form is Format.FLOAT32 and name in ("scaled_gemm", "activate", "chain"):
             verb = "writes" if name == "scaled_gemm" else "reads"
             raise SuiteError(f"{where}: form {name!r} {verb} bfloat16; leave it out of float32")
     return tuple(dict.fromkeys(forms))

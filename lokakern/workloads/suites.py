@@ -31,6 +31,7 @@ from lokakern.workloads.gemm_gradient_cases import (
 )
 from lokakern.workloads.norm_cases import (
     BACKWARD_SHAPES,
+    chain_layer_cases,
     chained_cases,
     gemm_norm_cases,
     grouped_norm_cases,
@@ -185,6 +186,15 @@ def _zoo(fp8: Format) -> Iterator[Case]:
                 yield grad_weight_case(m, wide_n, wide_k)
 
 
+def _zoo_chains(fp8: Format) -> Iterator[Case]:
+    for layer in zoo_layers.CHAIN_LAYERS:
+        for m in zoo_layers.CHAIN_BATCHES:
+            yield from chain_layer_cases(
+                m, layer.n, layer.k, layer.epilogue, layer.distribution, fp8, first=layer.first,
+                later=layer.later,
+            )  # fmt: skip
+
+
 # Projections to few outputs, bound by the bytes of a.
 NARROW_M = (131072, 327680)
 NARROW_N = (1, 8, 16, 24, 32, 64)
@@ -240,6 +250,7 @@ SUITES: dict[str, Suite] = {
         Suite("anchors", "27 GEMM shapes measured against today's libraries", _anchors),
         Suite("lrm", "layers of published recommendation models", _lrm),
         Suite("zoo", "layers of the models of `model zoo`, with gradients", _zoo),
+        Suite("zoo-chains", "its layers with norms and activations, in chains", _zoo_chains),
         Suite("quantizers", "every way to quantize, at three sizes", _quantizers),
         Suite("lrm-backward", "gradients of their inputs and weights", _lrm_backward),
         Suite("norms", "the 27 anchors, each followed by a norm; norms of rows", _norms),

@@ -1,4 +1,6 @@
-"""Layers of the models of `python -m lokakern.bench model zoo`: the data of the suite `zoo`.
+"""Layers of the models of `python -m lokakern.bench model zoo`.
+
+`LAYERS` are the data of the suite `zoo`, `CHAIN_LAYERS` those of the suite `zoo-chains`.
 
 Layers with fewer than 16 outputs, such as logits and gates, are left out: reading X takes their
 time, whatever the format of the product.
@@ -68,4 +70,56 @@ LAYERS: tuple[Layer, ...] = (
     Layer("ple", 128, 64, "X8", count=12),
     Layer("ple", 32, 64, "X8", count=12),
     Layer("ple", 256, 32, "X8", count=2),
+)
+
+CHAIN_BATCHES = (2048, 8192, 32768)  # samples
+
+RELU, LAST = "bias+relu", "bias"
+LAYER_RELU, LAYER_SILU = "bias+layer+affine+relu", "bias+layer+affine+silu"
+
+
+@dataclass(frozen=True, slots=True)
+class ChainLayer:
+    """A layer of an ``nn.Sequential`` with what follows it there.
+
+    Attributes:
+        model: The model.
+        n: Outputs.
+        k: Inputs.
+        epilogue: As in `Problem` of op gemm_norm.
+        distribution: Distribution of X.
+        first: Whether it begins a chain somewhere in the model.
+        later: Whether it follows another layer somewhere in the model.
+    """
+
+    model: str
+    n: int
+    k: int
+    epilogue: str
+    distribution: str
+    first: bool = False
+    later: bool = False
+
+
+FEWEST_OF_A_CHAIN = 128  # inputs and outputs
+# A layer after a smaller one is first. Layers of several models are listed once for each place.
+CHAIN_LAYERS: tuple[ChainLayer, ...] = (
+    ChainLayer("dlrm-dcnv2", 256, 512, RELU, "X8", first=True, later=True),
+    ChainLayer("dlrm-dcnv2", 128, 256, RELU, "X8", later=True),
+    ChainLayer("dlrm-dcnv2", 1024, 3456, RELU, "X5", first=True),
+    ChainLayer("dlrm-dcnv2", 1024, 1024, RELU, "X8", later=True),
+    ChainLayer("dlrm-dcnv2", 512, 1024, RELU, "X8", later=True),
+    ChainLayer("dcnv2", 1024, 1677, LAYER_SILU, "X5", first=True),
+    ChainLayer("dcnv2", 1024, 1024, LAYER_SILU, "X8", later=True),
+    ChainLayer("dcnv2", 512, 1024, LAYER_SILU, "X8", later=True),
+    ChainLayer("tower", 2048, 3200, LAYER_RELU, "X5", first=True),
+    ChainLayer("tower", 2048, 2048, LAYER_RELU, "X8", later=True),
+    ChainLayer("tower", 1024, 2048, LAYER_RELU, "X8", later=True),
+    ChainLayer("wide", 4096, 4096, RELU, "X8", first=True, later=True),
+    ChainLayer("masknet", 1024, 2776, RELU, "X7", first=True),
+    ChainLayer("masknet", 2776, 1024, LAST, "X8", later=True),
+    ChainLayer("masknet", 2048, 4096, RELU, "X3", first=True),
+    ChainLayer("ple", 1024, 256, RELU, "X5", first=True),
+    ChainLayer("ple", 256, 256, RELU, "X8", first=True),
+    ChainLayer("ple", 128, 256, RELU, "X8", first=True),
 )

@@ -15,6 +15,7 @@ from lokakern.errors import SuiteError
 from lokakern.sweep.engine import candidates
 from lokakern.types import Device, Format, Granularity, Layout
 from lokakern.workloads import suite_files
+from lokakern.workloads.norm_cases import chain_layer_cases
 from lokakern.workloads.suite_files import suite_from_file, suite_named
 from lokakern.workloads.suites import Suite
 
@@ -94,6 +95,34 @@ def test_defaults_of_a_layer(tmp_path: Path) -> None:
     assert len(cases) == 7
 
 
+@pytest.mark.parametrize(
+    ("epilogue", "count"),
+    [("bias+relu", 9), ("bias+layer+affine+silu", 11), ("none", 9), ("bias+block_rms(64)", 11)],
+)
+def test_a_layer_of_a_chain_has_its_cases(tmp_path: Path, epilogue: str, count: int) -> None:
+    path = written(
+        tmp_path,
+        f"""
+name = "chains"
+[[layer]]
+m = [64, 96]
+n = 128
+k = 256
+distribution = "X8"
+epilogue = "{epilogue}"
+forms = ["chain"]
+""",
+    )
+    cases = suite_from_file(path).cases(H200)
+    assert len(cases) == 2 * count <= 2 * suite_files.FORMS["chain"]
+    assert {(c.problem.op, c.problem.epilogue, c.distribution) for c in cases} == {
+        ("gemm_norm", epilogue, "X8")
+    }
+    one = [c for c in cases if c.problem.m == 96]
+    assert one == list(chain_layer_cases(96, 128, 256, epilogue, "X8", Format.E4M3FN))
+    assert all(candidates(case.problem, H200) for case in cases)
+
+
 LAYER = "[[layer]]\nm = 8\nn = 8\nk = 8\n"
 NAMED = 'name = "a"\n'
 
@@ -154,6 +183,18 @@ NAMED = 'name = "a"\n'
         (NAMED + LAYER + 'forms = ["activate"]', "'activate' goes with an activation"),
         (NAMED + LAYER + 'activation = "relu"', "'activate' goes with an activation"),
         (NAMED + LAYER + 'activation = "relu"\nbatch = 2\nforms = ["activate"]', "takes no batch"),
+        (NAMED + LAYER + 'forms = ["chain"]', "'chain' goes with an epilogue"),
+        (NAMED + LAYER + 'epilogue = "bias"', "'chain' goes with an epilogue"),
+        (NAMED + LAYER + 'epilogue = 3\nforms = ["chain"]', "epilogue is 3; expected text"),
+        (NAMED + LAYER + 'epilogue = "relu+bias"\nforms = ["chain"]',
+         "epilogue 'relu.bias' is unknown; expected words of bias"),
+        (NAMED + LAYER + 'epilogue = "block_rms(3)"\nforms = ["chain"]', "layer 1: epilogue is"),
+        (NAMED + LAYER + 'epilogue = "bias+gate"\nforms = ["chain"]', "reads no residual, gate"),
+        (NAMED + LAYER + 'epilogue = "residual+rms"\nforms = ["chain"]', "reads no residual"),
+        (NAMED + LAYER + 'epilogue = "rms+residual_last"\nforms = ["chain"]', "reads no residual"),
+        (NAMED + LAYER + 'epilogue = "bias"\nbatch = 2\nforms = ["chain"]', "takes no batch"),
+        (NAMED + LAYER + 'epilogue = "bias"\nformat = "float32"\nforms = ["chain"]',
+         "'chain' reads bfloat16"),
         (NAMED + f"[[layer]]\nm = {list(range(1, 14_400))}\nn = 8\nk = 8",
          "has 100793 problems; expected at most 100000"),
         (NAMED + "# " + "x" * 2**20, "is larger than 1048576 bytes"),

@@ -9,6 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lokakern.chain import candidates as chain_candidates
+from lokakern.chain.candidates import Chain, Layer
 from lokakern.errors import ShapeError, UnknownNameError
 from lokakern.functional.checks import operand_of
 from lokakern.problems import baseline_name, make_problem
@@ -29,7 +31,12 @@ from lokakern.workloads import published_models
 from lokakern.workloads.distributions import DISTRIBUTIONS
 from lokakern.workloads.gemm_cases import dense_operand
 from lokakern.workloads.gemm_gradient_cases import WIDE_RANGE, grad_input_cases, grad_weight_case
-from lokakern.workloads.norm_cases import chained_cases, gemm_norm_cases
+from lokakern.workloads.norm_cases import (
+    MOST_CHAIN_CASES,
+    chain_layer_cases,
+    chained_cases,
+    gemm_norm_cases,
+)
 from lokakern.workloads.suite_files import suite_named
 from lokakern.workloads.suites import (
     ANCHOR_M,
@@ -454,3 +461,73 @@ def test_suites_are_found_by_name() -> None:
         assert suite.title
     with pytest.raises(UnknownNameError, match="'anchor' is unknown; expected one of smoke, anch"):
         suite_named("anchor")
+
+
+NONE, TENSOR, ROW = Granularity.NONE, Granularity.TENSOR, Granularity.ROW
+GROUPED, BLOCK = Granularity.GROUP, Granularity.BLOCK
+FIRST_FORMS = {  # granularities of X, W and Y
+    (NONE, NONE, NONE), (NONE, NONE, ROW), (NONE, ROW, NONE), (NONE, ROW, ROW),
+    (NONE, BLOCK, GROUPED),
+}  # fmt: skip
+LATER_FORMS = {
+    (NONE, NONE, NONE), (ROW, ROW, NONE), (ROW, ROW, ROW), (GROUPED, BLOCK, NONE),
+    (GROUPED, BLOCK, GROUPED),
+}  # fmt: skip
+
+
+def form_of(problem: Problem) -> tuple[Granularity, Granularity, Granularity]:
+    assert problem.b is not None
+    return problem.a.granularity, problem.b.granularity, problem.out_granularity
+
+
+@pytest.mark.parametrize("device", [H200, MI300X], ids=str)
+@pytest.mark.parametrize("k", [384, 389])
+@pytest.mark.parametrize(
+    "epilogue", ["bias", "bias+relu", "silu", "bias+layer+affine+silu", "rms+affine+residual_last"]
+)
+def test_chain_cases_are_what_dispatch_chain_asks_for(
+    epilogue: str, k: int, device: Device
+) -> None:
+    layers = (Layer(k, k, epilogue), Layer(k, k, epilogue), Layer(256, k))
+    chain = Chain(layers, 2048, device, ("X1",), None)
+    bounded = layers[0].is_bounded
+    assert bounded is (epilogue == "bias+layer+affine+silu")
+    for place, forms in enumerate((FIRST_FORMS, LATER_FORMS)):
+        static = {((NONE, ROW, TENSOR), (ROW, ROW, TENSOR))[place]} if bounded else set()
+        cases = chain_layer_cases(
+            2048, k, k, epilogue, "X5", fp8_format(device), first=place == 0, later=place == 1
+        )
+        problems = [case.problem for case in cases if case.distribution == "X5"]
+        wanted = [
+            p for p in chain_candidates._problems(chain, place) if form_of(p) in forms | static
+        ]
+        assert set(problems) == set(wanted)
+        assert len(problems) == len(wanted) == len(forms | static)
+
+
+def test_a_layer_of_both_places_has_the_cases_of_both() -> None:
+    layer = (2048, 512, 512, "bias+layer+affine+relu", "X1", Format.E4M3FN)
+    first, later = (
+        set(chain_layer_cases(*layer, first=one, later=not one)) for one in (True, False)
+    )
+    both = list(chain_layer_cases(*layer))
+    assert len(both) == len(set(both)) == MOST_CHAIN_CASES
+    assert set(both) == first | later
+
+
+def test_chains_of_the_zoo_have_fused_kernels_on_an_h200() -> None:
+    cases = SUITES["zoo-chains"].cases(H200)
+    assert len(cases) == len({case.problem for case in cases}) == 309
+    for case in cases:
+        names = {kernel.name for kernel in candidates(case.problem, H200)}
+        scales = form_of(case.problem)[:2]
+        fused = {
+            (NONE, NONE): "cuda.gemm_norm_bf16"
+            if case.problem.k % 8 == 0
+            else "torch.norm_unfused",
+            (NONE, ROW): "cuda.quantize_row+cuda.gemm_norm_row",
+            (NONE, BLOCK): "cuda.quantize_group+cuda.gemm_norm_block",
+            (ROW, ROW): "cuda.gemm_norm_row",
+            (GROUPED, BLOCK): "cuda.gemm_norm_block",
+        }[scales]
+        assert fused in names, case

@@ -47,6 +47,49 @@ def test_the_suite_holds_the_layers_of_each_model_with_their_counts(name: str) -
     assert found == expected and len(found) == len(listed)
 
 
+def places_of(sequence: nn.Sequential) -> set[tuple[int, int, str, bool]]:
+    """Outputs, inputs and epilogue of the layers of a sequence, and whether each follows another.
+
+    A single linear layer with nothing to fuse is no chain.
+    """
+    words = {nn.LayerNorm: "layer+affine", nn.ReLU: "relu", nn.SiLU: "silu"}
+    runs: list[list[tuple[int, int, str]]] = [[]]
+    for module in sequence:
+        if isinstance(module, nn.Linear):
+            sizes = module.out_features, module.in_features
+            if min(sizes) < zoo_layers.FEWEST_OF_A_CHAIN:
+                runs.append([])
+            else:
+                runs[-1].append((*sizes, "bias"))
+        elif type(module) in words and runs[-1]:
+            n, k, epilogue = runs[-1].pop()
+            runs[-1].append((n, k, f"{epilogue}+{words[type(module)]}"))
+        else:
+            runs.append([])
+    kept = [run for run in runs if len(run) > 1 or (run and run[0][2] != "bias")]
+    return {(*layer, place > 0) for run in kept for place, layer in enumerate(run)}
+
+
+def test_the_suite_of_chains_holds_the_layers_of_each_sequence() -> None:
+    with torch.device("meta"):
+        models = [architecture.build() for architecture in ZOO.values()]
+    expected = {
+        place
+        for model in models
+        for module in model.modules()
+        if isinstance(module, nn.Sequential)
+        for place in places_of(module)
+    }
+    found = [
+        (layer.n, layer.k, layer.epilogue, later)
+        for layer in zoo_layers.CHAIN_LAYERS
+        for later in (False, True)
+        if (layer.later if later else layer.first)
+    ]
+    assert set(found) == expected
+    assert len(found) == len(set(found))
+
+
 def test_the_suite_has_no_other_models() -> None:
     assert {layer.model for layer in zoo_layers.LAYERS} == set(ZOO)
 
