@@ -250,6 +250,11 @@ class Marker:
         self._check = read_check(check)
         self._owner = next(_OWNERS)
 
+    @property
+    def is_on(self) -> bool:
+        """Whether products are checked."""
+        return self._check is not None
+
     def mark(self, route: str, budget: ErrorBudget | None, site: str) -> str:
         """The route with the check of its site, if there is one and the route quantizes.
 

@@ -142,22 +142,41 @@ class Step(NamedTuple):
 
 def options_of(chain: Chain, place: int) -> list[LayerOption]:
     """All options of a layer with known time and error, unquantized kernels included."""
+    return [with_gain(option, chain.gain(place)) for option in own_options(chain, place)]
+
+
+def own_options(chain: Chain, place: int, limit: float = math.inf) -> list[LayerOption]:
+    """The options of a layer, with squares of errors at its own output.
+
+    Args:
+        chain: The chain.
+        place: Index of the layer.
+        limit: Largest accepted row error of the layer alone, as stored: with the rounding of its
+            operands and of its output.
+    """
     steps = [s for problem in _problems(chain, place) for s in _measured(chain, place, problem)]
     errors = {_numerics(s): s.row_err for s in steps if s.row_err is not None}
     readings = {takes: list(_readings(chain, place, takes)) for takes in (NONE, *SCALED)}
     found = []
     for step in steps:
+        if step.row_err is None or step.row_err > limit:
+            continue
         for (reads, before), writes in itertools.product(
             readings[step.problem.a.granularity], _readable_forms(chain, step)
         ):
             square = _squared_error(step, writes, errors, chain.is_last(place))
             if square is None:
                 continue
-            share = square * chain.gain(place)
-            whole = (*before, step._replace(share=share))
+            whole = (*before, step._replace(share=square))
             us = sum(s.time.latency_us for s in whole if s.time is not None)
-            found.append(LayerOption(reads, writes, us, share, whole))
+            found.append(LayerOption(reads, writes, us, square, whole))
     return found
+
+
+def with_gain(option: LayerOption, gain: float) -> LayerOption:
+    """An option with the error that later layers make of its own."""
+    steps = tuple(s if s.share is None else s._replace(share=s.share * gain) for s in option.steps)
+    return option._replace(square=option.square * gain, steps=steps)
 
 
 def _numerics(step: Step, writes: Granularity | None = None) -> tuple[object, ...]:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lokakern.chain.candidates import GROUP, NONE, ROW, TENSOR, Chain, Step
+from lokakern.chain.candidates import NONE, TENSOR, Chain, Step
+from lokakern.chain.launches import Matrix, empty_matrix, launcher_of, read_as
 from lokakern.epilogue import norm_form
 from lokakern.errors import FormatError, ShapeError, UnsupportedError
 from lokakern.functional.checks import check_matrix, check_same_device
@@ -29,10 +30,8 @@ from lokakern.types import (
     Problem,
     QuantizedTensor,
     alignment_of,
-    empty_data,
 )
 
-Matrix = Tensor | QuantizedTensor
 Parameters = tuple[Any, Any, Any, Any]  # weight, bias, norm weight and norm bias of a layer
 
 
@@ -73,7 +72,7 @@ class ChainRun:
             columns = problem.k if problem.b is None else problem.n
             scale = self._static_scale(step.place, scales) if problem.b is not None else None
             out = final if is_last else self._empty(columns, scales, scale)
-            left = _read_as(written, problem.a.granularity)
+            left = read_as(written, problem.a.granularity)
             weight = None if problem.b is None else _weight(problem, parameters[step.place][0])
             run = _runner(kernel, left, weight, out, self._epilogues[step.place])
             self._launches.append(
@@ -121,13 +120,8 @@ class ChainRun:
         )
 
     def _empty(self, columns: int, scales: Granularity, scale: Tensor | None) -> Matrix:
-        rows, device = self._chain.m, self._device
-        if scales is NONE:
-            return torch.empty((rows, columns), dtype=torch.bfloat16, device=device)
-        data = empty_data(rows, columns, self._chain.fp8.dtype, device)
-        if scale is None:
-            scale = scales.empty_scale(rows, columns, device)
-        return QuantizedTensor(data, scale, scales)
+        dtype = self._chain.fp8.dtype
+        return empty_matrix(self._chain.m, columns, scales, scale, dtype, self._device)
 
     def _check(self, name: str, x: Matrix, columns: int, scales: Granularity) -> None:
         """Check format, shape and layout of an input or output."""
@@ -204,29 +198,9 @@ def _weight(problem: Problem, weight: Tensor) -> Matrix:
     return quantize(weight.detach(), problem.b.granularity, out_format=problem.b.format).t()
 
 
-def _read_as(written: Matrix, scales: Granularity) -> Matrix:
-    """An output as the next layer reads it; a tensorwise scale is repeated for each row."""
-    if not isinstance(written, QuantizedTensor) or written.granularity is scales:
-        return written
-    assert written.granularity is TENSOR and scales in (ROW, GROUP) and written.scale is not None
-    rows, columns = written.data.shape
-    spread = scales.empty_scale(rows, columns, written.device).copy_(written.scale)
-    return QuantizedTensor(written.data, spread, scales)
-
-
 @owned()
 def _runner(
     kernel: Kernel, a: Matrix, b: Matrix | None, out: Matrix, epilogue: NormEpilogue
 ) -> Callable[[Any, Any], None]:
-    """A launch with a left operand and an output; its workspace is allocated here."""
-    launch = kernel.launch
-    if kernel.op == "quantize":
-        assert isinstance(out, QuantizedTensor)  # its output
-        scratch = kernel.workspace(a, out.data, out.scale)
-        return lambda a, out: launch(a, out.data, out.scale, scratch)
-    if kernel.op == "dequantize":
-        assert isinstance(a, QuantizedTensor)  # its input
-        scratch = kernel.workspace(a.data, a.scale, out)
-        return lambda a, out: launch(a.data, a.scale, out, scratch)
-    scratch = kernel.workspace(a, b, out, epilogue)
-    return lambda a, out: launch(a, b, out, epilogue, scratch)
+    """`launcher_of` with a workspace that belongs to this chain."""
+    return launcher_of(kernel, a, b, out, epilogue)

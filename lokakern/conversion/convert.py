@@ -20,6 +20,17 @@ from torch import Tensor, nn
 
 from lokakern import sampled_check
 from lokakern.conversion import tuning_file
+from lokakern.conversion.chain_rivals import ChainJudge
+from lokakern.conversion.chain_spans import (
+    ChainSites,
+    Span,
+    chain_judge,
+    chain_rows,
+    chain_texts,
+    planned_spans,
+    why_no_chains,
+    words_of,
+)
 from lokakern.conversion.forced import FORCED, Forced, Kernels, forced_by, forced_routes
 from lokakern.conversion.routes import (
     FORMS,
@@ -35,6 +46,7 @@ from lokakern.device import current_device
 from lokakern.errors import FormatError, UnknownNameError, UnsupportedError
 from lokakern.nn.adoption import Chosen, adopt, apply_choice, remove_choice
 from lokakern.nn.linear import Linear, Routed
+from lokakern.nn.linear_norm_act import LinearNormAct
 from lokakern.nn.module_scan import (
     INNER,
     MIXING,
@@ -130,7 +142,10 @@ def convert(
             weight have no effect, except `load_state_dict` of the model. Unquantized bfloat16
             weights are copied to buffers where that is faster: of fused layers concatenated, of
             padded layers padded, and column-major where k is not a multiple of 8
-            (`lokakern.nn.token_mixing.with_aligned_layout`).
+            (`lokakern.nn.token_mixing.with_aligned_layout`). Layers of an `nn.Sequential`, and a
+            `LinearNormAct`, may run as chains, in one op with FP8 between the layers, where that
+            was measured to be faster and the error of each layer is within the budget; see
+            `Conversion.explain`.
         device: Device of the measurements, or of forced kernels, such as "NVIDIA H200"; None: the
             parameters' device. On other devices kernels are emulated: slow, with the same rounding.
         distribution: With a budget, the input distributions for errors.
@@ -139,7 +154,7 @@ def convert(
         between: Whether inputs of layers in an `nn.Sequential` are quantized before the layer: with
             a static scale after BlockNorm and an activation, if the budget is a row error of at
             least 0.05; in inference also after an activation alone, in one kernel, at m where that
-            was timed. See `lokakern.nn.static_handoff`.
+            was timed, and in chains of layers. See `lokakern.nn.static_handoff`.
         weight_scales: Granularities of weights, of "tensor", "row" and "128x128"; None: all. With
             ["tensor"] FSDP2 can gather them as FP8, see `lokakern.distributed.fsdp2_gather`.
         check: ``"every:rows"``, such as "1000:64": in every 1000th call of each FP8 product,
@@ -268,6 +283,10 @@ class Conversion:
         self.regime = regime
         self.sites: dict[str, Site] = {}
         self.sequences = [m for m in model.modules() if isinstance(m, nn.Sequential)]
+        self.fused = [m for m in model.modules() if type(m) is LinearNormAct]
+        self.spans: list[Span] = []  # layers that may be chains
+        self.off_chains: frozenset[ChainSites] = frozenset()  # by tuning
+        self.why_no_chains = ""
         self._untimed: set[tuple[int, int, str]] = set()  # n and k of the reading layer, activation
         self._model = weakref.ref(model)
         self._key = uuid.uuid4().hex  # of its choices in layers, which may be copied and saved
@@ -288,7 +307,8 @@ class Conversion:
             kernels: As of `convert`.
 
         Returns:
-            The products with another choice, as ``site/gemm``.
+            The products with another choice, as ``site/gemm``, and the chains, as
+            ``first to last site/chain``.
 
         Raises:
             FormatError: ``report_or_budget`` is neither a report nor a budget, ``kernels`` no text
@@ -307,7 +327,47 @@ class Conversion:
         chosen = self._chosen(wanted)  # before any change, as it may raise
         self._wanted = wanted
         self.untuned = chosen
-        return self.use_routes(chosen)
+        before = chain_texts(self.spans)
+        self.spans = []
+        changed = self.use_routes(chosen, off_chains=())
+        self.spans = self._planned()  # of layers that have their routes
+        if any(span.plan.chains for span in self.spans):
+            self.use_routes({}, self.plain)
+        now = chain_texts(self.spans)
+        return changed + [
+            f"{words_of(sites)}/chain" for sites in dict.fromkeys((*before, *now))
+            if before.get(sites) != now.get(sites)
+        ]  # fmt: skip
+
+    def _planned(self) -> list[Span]:
+        """The spans of the model with their chains."""
+        wanted, budget = self._wanted, _budget_of(self._wanted)
+        self.why_no_chains = why_no_chains(
+            budget, is_forced=isinstance(wanted, Forced), is_inference=self._inference,
+            is_reported=isinstance(wanted, ProbeReport), is_checked=self._marker.is_on,
+            is_between=self._between,
+        )  # fmt: skip
+        if self.why_no_chains:
+            return []
+        assert budget is not None  # else there are none
+        names = {id(site.module): site.name for site in self.sites.values()}
+        routes = {site.name: site.routes[0] for site in self.sites.values()}
+
+        def judge_of(weight: Tensor) -> ChainJudge:
+            device = self._device_for(weight)
+            return chain_judge(budget, device, self._distributions, self.regime, self._m_range)
+
+        def scales_of(sequence: nn.Sequential) -> tuple[str, ...]:
+            weight = next(sequence.parameters())
+            return self._scales_of(sequence, self._device_for(weight))
+
+        return planned_spans([*self.sequences, *self.fused], names, routes, judge_of, scales_of)
+
+    def _scales_of(self, sequence: nn.Sequential, device: Device) -> tuple[str, ...]:
+        """Static scale of the input of each module of a sequence, or ""."""
+        if self._between and is_affordable(_budget_of(self._wanted)):
+            return scales_between(sequence, device)
+        return ("",) * len(sequence)
 
     def use_routes(
         self,
@@ -315,14 +375,16 @@ class Conversion:
         plain: Collection[str] = (),
         *,
         keep_classes: bool = False,
+        off_chains: Collection[ChainSites] | None = None,
     ) -> list[str]:
-        """Set the routes of some sites, for `refresh` and `tune`.
+        """Set the routes of some sites, and the chains, for `refresh` and `tune`.
 
         Args:
             routes: Routes of the three products by site.
             plain: Sites that in inference keep the parameter as it is, in its own layout.
             keep_classes: Whether a sequence stays a `BoundedSequential` without quantized inputs:
                 if it was compiled as one, Dynamo would not enter the forward of an `nn.Sequential`.
+            off_chains: Chains that are not used, by the names of their layers; None: as before.
 
         Returns:
             The products with another route, as ``site/gemm``.
@@ -338,17 +400,30 @@ class Conversion:
             old |= {r.gemm: r.text for r in site.routes}
             changed += [f"{name}/{r.gemm}" for r in chosen if r.text != old[r.gemm]]
             site.routes = chosen
-            budget = _budget_of(self._wanted)
-            texts = tuple(self._marker.mark(r.text, budget, f"{name}/{r.gemm}") for r in chosen)
-            is_inference = self._inference and name not in self.plain
-            apply_choice(module, Chosen(self._key, texts, is_inference))
+        if off_chains is not None:
+            self.off_chains = frozenset(off_chains)
+        chains = {
+            span.sites[0]: span.texts(self.off_chains).get(0, "")
+            for span in self.spans
+            if isinstance(span.module, LinearNormAct)
+        }
+        for name in dict.fromkeys((*routes, *chains)):
+            self._apply(self.sites[name], chains.get(name, ""))
         set_fast_paths(self._owners)
         self._apply_handoffs(keep_classes)
         return changed
 
-    def _apply_handoffs(self, keep_classes: bool) -> None:
-        """Set in sequences which inputs are quantized before their layers."""
+    def _apply(self, site: Site, chain: str) -> None:
+        """Apply the routes of a site, and a chain of a `LinearNormAct` alone."""
         budget = _budget_of(self._wanted)
+        texts = tuple(
+            self._marker.mark(r.text, budget, f"{site.name}/{r.gemm}") for r in site.routes
+        )
+        is_inference = self._inference and site.name not in self.plain
+        apply_choice(site.module, Chosen(self._key, texts, is_inference, chain))
+
+    def _apply_handoffs(self, keep_classes: bool) -> None:
+        """Set in sequences which inputs are quantized before their layers, and their chains."""
         is_wanted = self._between and not isinstance(self._wanted, Forced)
         self._untimed.clear()
         for sequence in self.sequences:
@@ -356,8 +431,7 @@ class Conversion:
             scales, activating = ("",) * len(sequence), [""] * len(sequence)
             if weight is not None:
                 device = self._device_for(weight)
-                if is_affordable(budget):
-                    scales = scales_between(sequence, device)
+                scales = self._scales_of(sequence, device)
                 found = activations_between(sequence, scales) if self._inference else {}
                 for place, (name, reader) in found.items():
                     k = reader.in_features
@@ -366,15 +440,20 @@ class Conversion:
                         self._untimed.add((reader.out_features, k, name))
                     elif has_activator(route, reader._routes[0], k):
                         activating[place] = route
+            chains = [""] * len(sequence)
+            for span in self.spans:
+                if span.module is sequence:
+                    for place, text in span.texts(self.off_chains).items():
+                        chains[place] = text
             was_told = isinstance(sequence, BoundedSequential)
             remove_handoff(sequence, self._key)
             is_told = isinstance(sequence, BoundedSequential)  # by another conversion
             if (
                 is_told
                 or (was_told and keep_classes)
-                or (type(sequence) is nn.Sequential and (any(scales) or any(activating)))
+                or (type(sequence) is nn.Sequential and any((*scales, *activating, *chains)))
             ):
-                set_handoff(sequence, scales, activating, self._key)
+                set_handoff(sequence, scales, activating, self._key, chains)
 
     def tune(
         self,
@@ -489,7 +568,11 @@ class Conversion:
 
     @property
     def choices(self) -> list[dict[str, Any]]:
-        """One row for each product of each site, as plain data."""
+        """One row for each product of each site, and for each chain, as plain data.
+
+        Chains have gemm "chain", the names of their layers, n of the last layer, k of the first
+        one, and "rival_us": the time without the chain at each m.
+        """
         rows = []
         for site in self.sites.values():
             n, k, _, _ = shape_of(site.module)
@@ -513,7 +596,7 @@ class Conversion:
                         "why": route.why,
                     }
                 )  # fmt: skip
-        return rows
+        return rows + [row for span in self.spans for row in chain_rows(span, self.off_chains)]
 
     @property
     def checks(self) -> list[dict[str, Any]]:
@@ -529,9 +612,10 @@ class Conversion:
         """Print a table of the choices."""
         from lokakern.render.terminal import print_rows
 
-        lists = ("m", "us", "host_us")
+        lists = ("m", "us", "host_us", "rival_us")
         rows = [{k: v for k, v in row.items() if k not in lists} for row in self.choices]
         notes = self._reasons()
+        notes += self._chain_notes()
         notes += [f"{name} is unchanged: {why}" for name, why in self.skipped.items()]
         note = "\n".join(notes)
         print_rows(rows, "table", title=repr(self), note=note)
@@ -545,6 +629,16 @@ class Conversion:
         return [
             f"kernels were chosen by times of regime {self.regime} ({_RUNS[self.regime]})",
             *(f"host cost: {words}" for words in hosts if words),
+        ]
+
+    def _chain_notes(self) -> list[str]:
+        """Why spans of layers have no chains."""
+        if self.why_no_chains and self._inference:
+            return [f"no chains: {self.why_no_chains}"]
+        whys = {span.plan.why for span in self.spans if span.plan.why}
+        return [
+            f"no chain of {', '.join(s.words for s in self.spans if s.plan.why == why)}: {why}"
+            for why in sorted(whys)
         ]
 
     def _device_for(self, weight: Tensor) -> Device:
@@ -589,7 +683,7 @@ class Conversion:
         move weights back. Nothing else may read these weights; capture graphs afterwards. At m
         outside the range such a layer multiplies in bfloat16 by its dequantized weight, which takes
         time in each call and has a smaller error than the FP8 product. Layers that are fused, share
-        a weight, or run in bfloat16 at one of these m are not moved.
+        a weight, are part of a chain, or run in bfloat16 at one of these m are not moved.
 
         Args:
             device: The target.
@@ -611,6 +705,10 @@ class Conversion:
         if m_range is not None:
             m_range = m_range_of("offload", m_range)
         stay = self._shared_weights()
+        stay |= {
+            id(self._modules[name]) for sites in chain_texts(self.spans)
+            if sites not in self.off_chains for name in sites
+        }  # fmt: skip
         freed = 0
         for site in self.sites.values():
             module = site.module
@@ -643,6 +741,10 @@ class Conversion:
     def explain(self, name: str | None = None) -> str:
         """The reasons for each product of a site, or of all sites, kernel by kernel.
 
+        In inference also its chain, with the times of chain and rival at each m, or why there is
+        none. The rival is what runs without the chain, for each layer the faster of the unquantized
+        layer and of the layer as converted.
+
         Raises:
             UnknownNameError: The site is unknown.
         """
@@ -653,10 +755,19 @@ class Conversion:
         sites = self.sites.values() if name is None else [self.sites[name]]
         products = [f"{s.name}: {r.explain()}" for s in sites for r in s.routes]
         is_forced = isinstance(self._wanted, Forced)  # which each product tells
-        return "\n".join([*([] if is_forced else self._reasons()), *products])
+        chains = [
+            span.explain(self.off_chains)
+            for span in self.spans
+            if name is None or name in span.sites
+        ]
+        if self.why_no_chains and self._inference:
+            chains = [f"no chains: {self.why_no_chains}"]
+        return "\n".join([*([] if is_forced else self._reasons()), *products, *chains])
 
     def suite(self, m: Sequence[int], name: str = "model") -> str:
         """Missing measurements of this model as a suite, TOML for ``sweep --suite FILE``.
+
+        They include those of layers that may be part of a chain.
 
         With forced kernels, for which no measurements were looked up, these are all products.
 
@@ -695,6 +806,12 @@ class Conversion:
             'forms = ["activate"]\n'
             for n, k, activation in sorted(self._untimed)
         ]
+        unmeasured = {layer for span in self.spans for layer in span.plan.missing}
+        layers += [
+            f"[[layer]]\nm = {list(m)}\nn = {n}\nk = {k}\nepilogue = {json.dumps(epilogue)}\n"
+            'forms = ["chain"]\n'
+            for n, k, epilogue in sorted(unmeasured)
+        ]
         return "\n".join([f"name = {json.dumps(name)}\n", *layers]) if layers else ""
 
     def undo(self) -> None:
@@ -709,6 +826,7 @@ class Conversion:
             remove_handoff(sequence, self._key)
         set_fast_paths(self._owners)
         self.sites, self._modules, self.sequences, self._owners = {}, {}, [], []
+        self.fused, self.spans = [], []
 
     def __len__(self) -> int:
         return len(self.sites)
@@ -718,6 +836,14 @@ class Conversion:
         count = sum(bool(route.text) for route in routes)
         handed = len(self.handed_over)
         words = f", {handed} inputs quantized ahead" if handed else ""
+        chains = [
+            chain for span in self.spans for chain in span.plan.chains
+            if span.sites_of(chain) not in self.off_chains
+        ]  # fmt: skip
+        if chains:
+            layers = sum(len(chain.layers) for chain in chains)
+            words += f", {len(chains)} {'chain' if len(chains) == 1 else 'chains'}"
+            words += f" of {layers} {'layer' if layers == 1 else 'layers'}"
         products = f"{count} of {len(routes)} products quantized"
         if isinstance(self._wanted, Forced):
             words += f", kernels {FORCED}"

@@ -127,7 +127,7 @@ def _route(
     segments: list[Segments] = []
     for kernel in kernels:
         every: Segments = [(0, kernel.name if kernel else "")]
-        segments.append(every if m_range is None else within(every, m_range))
+        segments.append(every if m_range is None else within(every, m_range, ""))
     known = [kernel for kernel in kernels if kernel is not None]
     is_weight = gemm != "grad_weight"
     form = known[0].b_granularity if known and is_weight else Granularity.NONE

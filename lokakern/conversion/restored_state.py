@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lokakern.nn.linear import Routed
+from lokakern.nn.linear import CHAIN_DATA, CHAIN_SCALE, Routed
 
 DERIVED = ("fp8_data", "fp8_scale", "held_weight")  # buffers of converted layers
 SHARE_OF_FREE = 0.5  # of the GPU's free memory for copies; larger copies go to the host
@@ -61,7 +61,8 @@ def _buffers(model: nn.Module) -> Iterator[Tensor]:
     seen = set()
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            is_derived = isinstance(module, Routed) and name in DERIVED
+            is_known = name in DERIVED or name.startswith((CHAIN_DATA, CHAIN_SCALE))
+            is_derived = isinstance(module, Routed) and is_known
             if not is_derived and not _is_expanded(buffer) and id(buffer) not in seen:
                 seen.add(id(buffer))
                 yield buffer

@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 from lokakern.errors import UnsupportedError
 from lokakern.nn.routed_matmul import PLAIN, Segments, emulation_of, route_text
@@ -334,16 +334,21 @@ def _segments(table: Table, m_range: MRange | None) -> Segments:
         name = kernel.name if kernel is not None and is_used else ""
         if not found or found[-1][1] != name:
             found.append((start, name))
-    return found if m_range is None else within(found, m_range)
+    return found if m_range is None else within(found, m_range, "")
 
 
-def within(segments: Segments, m_range: MRange) -> Segments:
-    """The segments, with the unquantized product outside a range."""
+Used = TypeVar("Used")
+
+
+def within(
+    segments: Sequence[tuple[int, Used]], m_range: MRange, outside: Used
+) -> list[tuple[int, Used]]:
+    """The segments, with something else outside a range."""
     low, high = m_range
     starts = [start for start, _ in segments]
     first = segments[bisect_right(starts, low) - 1][1]
     inner = [(start, name) for start, name in segments if low < start <= high]
-    return [(0, ""), (max(low, 1), first), *inner, (high + 1, "")]
+    return [(0, outside), (max(low, 1), first), *inner, (high + 1, outside)]
 
 
 def _runs(kernel: Kernel, table: Table) -> bool:

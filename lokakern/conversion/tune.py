@@ -5,6 +5,9 @@ is, multiplied as `nn.Linear`. Groups are tried one by one, in the order of thei
 the best variant so far is timed against the same without the group, and the group is kept only if
 that is slower. Under torch.compile each variant is compiled once, which decides how many groups
 can be tried in the time limit; the rest is tried as one.
+
+A chain of layers is off if its layers run by their routes. Chains are tried first. While a chain is
+on, the products of its layers do not run, so that groups of such products alone are not tried.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ from torch import Tensor, nn
 
 from lokakern import native, progress
 from lokakern.conversion import tuning_file
+from lokakern.conversion.chain_spans import ChainSites, Span, words_of
+from lokakern.conversion.chains import PlannedChain
 from lokakern.conversion.paired_timing import (
     FEWEST_ROUNDS,
     Ratio,
@@ -32,6 +37,8 @@ from lokakern.conversion.paired_timing import (
 from lokakern.conversion.restored_state import DERIVED, restored_state
 from lokakern.conversion.routes import Route
 from lokakern.errors import MeasurementError, UnsupportedError
+from lokakern.nn.chain_plan import steps_at
+from lokakern.nn.linear import CHAIN_DATA, CHAIN_SCALE
 from lokakern.nn.module_scan import shape_of
 from lokakern.nn.routed_matmul import PLAIN, kernel_at
 from lokakern.selection.choice import Choice
@@ -55,13 +62,14 @@ class Group:
     """Products that are alike.
 
     Attributes:
-        gemm: "output", "grad_input" or "grad_weight".
-        n: Outputs of the layers.
-        k: Inputs of the layers.
+        gemm: "output", "grad_input" or "grad_weight"; "chain" for equal chains.
+        n: Outputs of the layers, or of the last layer of a chain.
+        k: Inputs of the layers, or of the first layer of a chain.
         kernels: Names of the kernels in the step.
         rows: Rows of the inputs in the step.
         sites: Names of the layers.
         predicted_us: Gain of all of them in a step by the database, in microseconds, if known.
+        chains: Names of the layers of each chain.
     """
 
     gemm: str
@@ -71,6 +79,7 @@ class Group:
     rows: tuple[int, ...]
     sites: tuple[str, ...]
     predicted_us: float | None
+    chains: tuple[ChainSites, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -84,6 +93,7 @@ class Tuned:
         gain_us: The difference in microseconds.
         together: Number of groups that were tried as one with it, itself included: all have this
             gain together.
+        is_idle: Whether chains run its layers, so that there was nothing to try.
     """
 
     group: Group
@@ -91,6 +101,7 @@ class Tuned:
     gain: Ratio | None
     gain_us: float | None
     together: int = 1
+    is_idle: bool = False
 
 
 @dataclass(frozen=True)
@@ -191,6 +202,7 @@ def tune(
             )
     limit = TIME_LIMIT_S[conversion.is_inference] if time_limit is None else time_limit
     before = {name: site.routes for name, site in conversion.sites.items()}, conversion.plain
+    off_before = conversion.off_chains
     weight = shape_of(next(iter(conversion.sites.values())).module)[3]
     with contextlib.ExitStack() as stack:
         if not progress.is_shown():
@@ -216,15 +228,17 @@ def tune(
                     torch._dynamo.reset()
                     step()
         except BaseException:
-            conversion.use_routes(*before, keep_classes=True)
+            conversion.use_routes(*before, keep_classes=True, off_chains=off_before)
             raise
     progress.tell("tuning", 1.0)
-    dropped = {(name, groups[place].gemm) for place in off for name in groups[place].sites}
+    products = [groups[place] for place in off if not groups[place].chains]
+    dropped = {(name, group.gemm) for group in products for name in group.sites}
+    off_chains = {sites for place in off for sites in groups[place].chains}
     after = search.after
     gain = (1.0, 1.0, 1.0) if after is None else (after.value, after.low, after.high)
     texts = {name: tuple(r.text for r in routes) for name, routes in conversion.untuned.items()}
-    file = tuning_file.file_of(conversion, texts, rows, dropped, gain, graph)
-    tuned = tuple(search.outcome(place, place not in off) for place in range(len(groups)))
+    file = tuning_file.file_of(conversion, texts, rows, dropped, gain, graph, off_chains)
+    tuned = tuple(search.outcome(place, off) for place in range(len(groups)))
     return Tuning(
         tuned, search.before, after, timer.now() - search.begun, len(search.variants),
         search.is_timed_out, file,
@@ -238,11 +252,11 @@ def _forget_tuning(conversion: Conversion) -> None:
         for name, routes in conversion.untuned.items()
         if routes != conversion.sites[name].routes or name in conversion.plain
     }
-    conversion.use_routes(changed, keep_classes=True)
+    conversion.use_routes(changed, keep_classes=True, off_chains=())
 
 
 def apply_tuning(conversion: Conversion, file: tuning_file.TuningFile) -> None:
-    """Drop the products that a file does not keep; the file was checked for this conversion."""
+    """Drop products and chains that a file does not keep; it was checked for this conversion."""
     by_gemm: dict[str, set[str]] = defaultdict(set)
     for name, gemm in file.dropped:
         by_gemm[gemm].add(name)
@@ -256,7 +270,7 @@ def apply_tuning(conversion: Conversion, file: tuning_file.TuningFile) -> None:
         for name, site in conversion.sites.items()
     }
     changed = {name: new for name, new in routes.items() if new != conversion.sites[name].routes}
-    conversion.use_routes(changed, plain=by_gemm["output"])
+    conversion.use_routes(changed, plain=by_gemm["output"], off_chains=file.dropped_chains)
 
 
 # ---- what is tuned
@@ -296,7 +310,10 @@ def observed_rows(
 
 
 def groups_of(conversion: Conversion, rows: Rows, trained: set[str]) -> list[Group]:
-    """Groups of the products that differ from `nn.Linear`'s in the step, largest gain first."""
+    """Groups of chains, and of the products that differ from `nn.Linear`'s in the step.
+
+    Chains come first, then the largest gain.
+    """
     found: dict[tuple[Any, ...], list[str]] = defaultdict(list)
     predicted: dict[tuple[Any, ...], float | None] = {}
     for name, site in conversion.sites.items():
@@ -316,7 +333,37 @@ def groups_of(conversion: Conversion, rows: Rows, trained: set[str]) -> list[Gro
     for key, names in found.items():
         us = predicted[key]
         groups.append(Group(*key[:5], tuple(names), None if us is None else us * len(names)))
+    groups.sort(key=lambda group: -(group.predicted_us or 0.0))
+    return [*_chain_groups(conversion.spans, rows), *groups]
+
+
+def _chain_groups(spans: Iterable[Span], rows: Rows) -> list[Group]:
+    """Groups of equal chains that are used in the step, largest gain first."""
+    found: dict[tuple[str, tuple[int, ...]], tuple[PlannedChain, list[ChainSites]]] = {}
+    for span in spans:
+        for chain in span.plan.chains:
+            sites = span.sites_of(chain)
+            sizes = tuple(m for m in rows.get(sites[0], ()) if steps_at(chain.text, m))
+            if sizes:
+                found.setdefault((chain.text, sizes), (chain, []))[1].append(sites)
+    groups = []
+    for (text, sizes), (chain, every) in found.items():
+        kernels = dict.fromkeys(step.kernel for m in sizes for step in steps_at(text, m))
+        us = _predicted_of_chain(chain, sizes)
+        groups.append(
+            Group(
+                "chain", chain.layers[-1].n, chain.layers[0].k, tuple(kernels), sizes,
+                tuple(map(words_of, every)), None if us is None else us * len(every),
+                tuple(every),
+            )
+        )  # fmt: skip
     return sorted(groups, key=lambda group: -(group.predicted_us or 0.0))
+
+
+def _predicted_of_chain(chain: PlannedChain, sizes: Sequence[int]) -> float | None:
+    """What a chain gains over all m by times in the database; None if one was not measured."""
+    gains = {t.m: t.rival_us - t.us for t in chain.times}
+    return sum(gains[m] for m in sizes) if gains.keys() >= set(sizes) else None
 
 
 def _predicted_us(route: Route, sizes: Iterable[int]) -> float | None:
@@ -350,15 +397,19 @@ class _Switch:
     def __init__(self, conversion: Conversion, groups: Sequence[Group]) -> None:
         self._conversion, self._groups = conversion, groups
         self._derived: dict[tuple[Any, ...], dict[str, Tensor | None]] = {}
+        self._of_chains: dict[tuple[str, str], Tensor | None] = {}
         self._keep(conversion.sites)
 
     def __call__(self, off: Variant, reasons: Mapping[int, str] | None = None) -> None:
         assert isinstance(off, frozenset)
         dropped: dict[tuple[str, str], str] = {}
+        off_chains: set[ChainSites] = set()
         for place in off:
             group = self._groups[place]
+            off_chains.update(group.chains)
             why = "" if reasons is None else reasons[place]
-            dropped |= dict.fromkeys(((name, group.gemm) for name in group.sites), why)
+            if not group.chains:
+                dropped |= dict.fromkeys(((name, group.gemm) for name in group.sites), why)
         plain = {name for name, gemm in dropped if gemm == "output"}
         routes = {}
         for name, original in self._conversion.untuned.items():
@@ -369,9 +420,9 @@ class _Switch:
             is_same = new == self._conversion.sites[name].routes
             if not is_same or (name in plain) != (name in self._conversion.plain):
                 routes[name] = new
-        if routes:
-            self._conversion.use_routes(routes, plain, keep_classes=True)
-            self._keep(routes)
+        if routes or off_chains != self._conversion.off_chains:
+            self._conversion.use_routes(routes, plain, keep_classes=True, off_chains=off_chains)
+            self._keep(self._conversion.sites)
 
     def _keep(self, changed: Iterable[str]) -> None:
         """Give changed sites the derived weights that they had before with the same routes."""
@@ -380,6 +431,10 @@ class _Switch:
             key = (name, module._routes[0], name in self._conversion.plain)
             buffers = {b: module._buffers[b] for b in DERIVED if b in module._buffers}
             module._buffers.update(self._derived.setdefault(key, buffers))
+            for b in module._buffers:  # weights of chains are the same with all routes
+                if b.startswith((CHAIN_DATA, CHAIN_SCALE)):
+                    first = self._of_chains.setdefault((name, b), module._buffers[b])
+                    module._buffers[b] = first
 
 
 def _dropped(route: Route, why: str) -> Route:
@@ -433,9 +488,12 @@ class _Search:
             if not self._has_time():
                 self.is_timed_out = True
                 break
-            other = best | frozenset(bundle)
+            running = [place for place in bundle if not self._is_idle(place, best)]
+            if not running:
+                continue
+            other = best | frozenset(running)
             found = self._compare(other, best, keep=everything)
-            self._tried |= dict.fromkeys(bundle, (found, len(bundle)))
+            self._tried |= dict.fromkeys(running, (found, len(running)))
             if found.low <= 1:
                 best = other
         best = self._with_undecided(best)
@@ -448,6 +506,18 @@ class _Search:
             return everything
         self.after = found
         return best
+
+    def _is_idle(self, place: int, off: Off) -> bool:
+        """Whether chains that are on run all products of a group."""
+        group = self.groups[place]
+        chained = {
+            name
+            for other, chain in enumerate(self.groups)
+            if other not in off and set(chain.rows) >= set(group.rows)
+            for sites in chain.chains
+            for name in sites
+        }
+        return not group.chains and group.gemm == "output" and chained >= set(group.sites)
 
     def _with_undecided(self, best: Off) -> Off:
         """Try groups whose own gains are below the noise once more, together."""
@@ -495,15 +565,17 @@ class _Search:
 
     def reasons(self, off: Off) -> dict[int, str]:
         """Why each group that is off is off."""
-        return {place: _why(self.outcome(place, False)) for place in off}
+        return {place: _why(self.outcome(place, off)) for place in off}
 
-    def outcome(self, place: int, is_kept: bool) -> Tuned:
+    def outcome(self, place: int, off: Off) -> Tuned:
         """The outcome for a group."""
         found, together = self._tried.get(place, (None, 1))
         if found is None and len(self.groups) == 1:
             found = self.before
         us = None if found is None else found.other_us * (found.value - 1)
-        return Tuned(self.groups[place], is_kept, found, us, together)
+        is_kept = place not in off
+        is_idle = is_kept and self._is_idle(place, off)
+        return Tuned(self.groups[place], is_kept, found, us, together, is_idle)
 
 
 def _compiled_graphs() -> int:
@@ -512,6 +584,8 @@ def _compiled_graphs() -> int:
 
 def _why(tuned: Tuned) -> str:
     gain = tuned.gain
+    if gain is None and tuned.is_idle:
+        return "chains run its layers in the step"
     if gain is None:
         return "the step gains" if tuned.is_kept else "the step does not gain in place"
     others = f" with {tuned.together - 1} other groups" if tuned.together > 1 else ""

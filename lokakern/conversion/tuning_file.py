@@ -1,8 +1,9 @@
 """The file of a tuning: which products of a model gained in place, in JSON, read as untrusted.
 
-The file names each product with the route that was timed, and says whether it is kept. Applied to
-a conversion that chose the same routes, the worst that a file can do is not to quantize. A file for
-another model, device or version is refused, because what gained there may lose here.
+The file names each product with the route that was timed, and each chain with its plan, and says
+whether it is kept. Applied to a conversion that chose the same routes and plans, the worst that a
+file can do is not to quantize. A file for another model, device or version is refused, because what
+gained there may lose here.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,8 +20,10 @@ import msgspec
 import torch
 from msgspec import Meta, Struct
 
+from lokakern.conversion.chain_spans import ChainSites, chain_texts, words_of
 from lokakern.device import current_device
 from lokakern.errors import ChoicesError
+from lokakern.nn.chain_plan import read_plan
 from lokakern.nn.module_scan import shape_of
 from lokakern.nn.routed_matmul import PLAIN, read_route
 from lokakern.registry.register import KERNELS
@@ -32,7 +35,7 @@ from lokakern.version import __version__
 if TYPE_CHECKING:
     from lokakern.conversion.convert import Conversion
 
-FORMAT, VERSION = "lokakern tuning", 1
+FORMAT, VERSION = "lokakern tuning", 2
 LARGEST_FILE_BYTES = 16 * 2**20  # 10 000 layers
 _REMEDY = "tune again, and save"
 
@@ -47,6 +50,14 @@ class Product(Struct, forbid_unknown_fields=True, frozen=True):
 
     gemm: _Name
     route: _Text
+    is_kept: bool
+
+
+class TunedChain(Struct, forbid_unknown_fields=True, frozen=True):
+    """A chain: the names of its layers, its plan, and whether it is kept."""
+
+    sites: Annotated[list[_Name], Meta(max_length=1000)]
+    plan: Annotated[str, Meta(max_length=200_000)]
     is_kept: bool
 
 
@@ -76,12 +87,18 @@ class TuningFile(Struct, forbid_unknown_fields=True, frozen=True):
     gain: tuple[_Positive, _Positive, _Positive]
     kernels: dict[_Name, _Name]
     sites: Annotated[list[TunedSite], Meta(max_length=100_000)]
+    chains: Annotated[list[TunedChain], Meta(max_length=100_000)]
     digest: _Name = ""
 
     @property
     def dropped(self) -> set[tuple[str, str]]:
         """Products that are not kept, as site and gemm."""
         return {(s.name, p.gemm) for s in self.sites for p in s.products if not p.is_kept}
+
+    @property
+    def dropped_chains(self) -> set[ChainSites]:
+        """Chains that are not kept, as names of their layers."""
+        return {tuple(chain.sites) for chain in self.chains if not chain.is_kept}
 
 
 def file_of(
@@ -91,6 +108,7 @@ def file_of(
     dropped: set[tuple[str, str]],
     gain: tuple[float, float, float],
     is_graph: bool,
+    dropped_chains: Collection[ChainSites] = (),
 ) -> TuningFile:
     """The content for a conversion whose routes before the tuning are these."""
     sites, gemms = [], {s.name: [r.gemm for r in s.routes] for s in conversion.sites.values()}
@@ -102,11 +120,13 @@ def file_of(
         ]
         dtype = str(weight.dtype).removeprefix("torch.")
         sites.append(TunedSite(name, n, k, has_bias, dtype, rows.get(name, []), products))
+    plans = chain_texts(conversion.spans)
+    chains = [TunedChain([*x], text, x not in dropped_chains) for x, text in plans.items()]
     every = {text for texts in routes.values() for text in texts}
     found = TuningFile(
         FORMAT, VERSION, __version__, str(torch.__version__), now_utc_ms(),
-        asdict(_device(conversion)), conversion.is_inference, is_graph, gain, _kernels(every),
-        sites,
+        asdict(_device(conversion)), conversion.is_inference, is_graph, gain,
+        _kernels(every, plans.values()), sites, chains,
     )  # fmt: skip
     return msgspec.structs.replace(found, digest=_digest(found))
 
@@ -160,8 +180,9 @@ def parse(content: bytes, path: str) -> TuningFile:
         raise ChoicesError(f"tuning {path}: {str(error)[:200]}; {_REMEDY}") from None
     if file.digest != _digest(file):
         raise ChoicesError(f"tuning {path}: it was changed since it was written; {_REMEDY}")
-    words = (text for s in file.sites for text in (s.name, *(p.gemm for p in s.products)))
-    if not all(map(str.isprintable, words)):
+    words = [text for s in file.sites for text in (s.name, *(p.gemm for p in s.products))]
+    words += [name for chain in file.chains for name in chain.sites]
+    if not all(map(str.isprintable, words)) or not all(chain.sites for chain in file.chains):
         raise ChoicesError(f"tuning {path}: a name cannot be printed; {_REMEDY}")
     return file
 
@@ -203,6 +224,13 @@ def check(file: TuningFile, conversion: Conversion, path: str) -> None:
                 f"tuning {path}: other kernels were chosen for {name} when it was tuned, by "
                 f"another budget, arguments of convert or measurements; {_REMEDY}"
             )
+    plans, others = ({tuple(c.sites): c.plan for c in x.chains} for x in (here, file))
+    for sites in dict.fromkeys((*plans, *others)):
+        if plans.get(sites) != others.get(sites) or len(others) != len(file.chains):
+            raise ChoicesError(
+                f"tuning {path}: another chain was chosen for {words_of(sites)} when it was tuned, "
+                f"by another budget, arguments of convert or measurements; {_REMEDY}"
+            )
 
 
 class _Kind(Struct):
@@ -224,8 +252,8 @@ def _device(conversion: Conversion) -> Device:
     return current_device(weight.device.type, weight.device.index or 0)
 
 
-def _kernels(routes: set[str]) -> dict[str, str]:
-    """Digests of the kernels that routes name."""
+def _kernels(routes: set[str], plans: Iterable[str]) -> dict[str, str]:
+    """Digests of the kernels that routes, and plans of chains, name."""
     names = {
         name
         for route in routes
@@ -234,6 +262,9 @@ def _kernels(routes: set[str]) -> dict[str, str]:
         for _, name in segments
         if name
     }
+    for plan in plans:
+        both = read_plan(plan)[1:]
+        names |= {step.kernel for part in both for _, steps in part for step in steps}
     return {name: readable_digest(KERNELS[name]) for name in sorted(names)}
 
 

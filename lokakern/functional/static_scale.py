@@ -168,6 +168,13 @@ def bound_scale(
     return kept(key, device, (weight, bias), made)
 
 
+def new_bound_scale(
+    bound: float, form: Format, weight: Tensor | None, bias: Tensor | None, device: torch.device
+) -> Tensor:
+    """`bound_scale` computed in each call, in a new tensor; its launches can be recorded."""
+    return _bound_scale(bound, form, weight, bias, device)
+
+
 def _bound_scale(
     bound: float, form: Format, weight: Tensor | None, bias: Tensor | None, device: torch.device
 ) -> Tensor:

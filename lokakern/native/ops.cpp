@@ -52,8 +52,8 @@ bool add_value(const c10::IValue& value, Words& words, Inputs& inputs) {
   } else if (value.isList() || value.isDoubleList() || value.isIntList()) {
     const auto list = value.toListRef();
     words.append({6, static_cast<int64_t>(list.size())});
-    for (const auto& item : list)
-      if (item.isTensor() || !add_value(item, words, inputs)) return false;
+    for (const auto& item : list)  // tensors are those of the list, which the stack keeps
+      if (!add_value(item, words, inputs)) return false;
   } else {
     return false;
   }

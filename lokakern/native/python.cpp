@@ -255,8 +255,25 @@ PyObject* replay(PyObject*, PyObject* const* given, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
+// Items of lists, kept while other threads run, which may change the lists.
+class Items {
+ public:
+  Items() = default;
+  ~Items() {
+    for (PyObject* item : kept_) Py_DECREF(item);
+  }
+  Items(const Items&) = delete;
+  void keep(PyObject* item) {
+    Py_INCREF(item);
+    kept_.push_back(item);
+  }
+
+ private:
+  c10::SmallVector<PyObject*, 32> kept_;
+};
+
 // As `add_value` of ops.cpp, without a conversion.
-bool add_argument(PyObject* object, Words& words, Inputs& inputs) {
+bool add_argument(PyObject* object, Words& words, Inputs& inputs, Items& items, int depth = 0) {
   if (object == Py_None) {
     words.push_back(0);
   } else if (THPVariable_CheckExact(object)) {
@@ -275,6 +292,14 @@ bool add_argument(PyObject* object, Words& words, Inputs& inputs) {
     }
     words.push_back(5);
     add_text({text, static_cast<size_t>(size)}, words);
+  } else if ((PyList_CheckExact(object) || PyTuple_CheckExact(object)) && !depth) {
+    const Py_ssize_t size = PySequence_Fast_GET_SIZE(object);
+    words.append({6, size});
+    for (Py_ssize_t i = 0; i < size; ++i) {
+      PyObject* const item = PySequence_Fast_GET_ITEM(object, i);
+      items.keep(item);
+      if (!add_argument(item, words, inputs, items, depth + 1)) return false;
+    }
   } else {
     return false;
   }
@@ -287,6 +312,7 @@ PyObject* call_op(PyObject*, PyObject* const* given, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   Words words;
   Inputs inputs;
+  Items items;
   words.push_back(0);  // where the device goes
   Py_ssize_t size = 0;
   const char* name = count ? PyUnicode_AsUTF8AndSize(given[0], &size) : nullptr;
@@ -296,7 +322,7 @@ PyObject* call_op(PyObject*, PyObject* const* given, Py_ssize_t count) {
   }
   add_text({name, static_cast<size_t>(size)}, words);
   for (Py_ssize_t i = 1; i < count; ++i)
-    if (!add_argument(given[i], words, inputs)) Py_RETURN_NONE;
+    if (!add_argument(given[i], words, inputs, items)) Py_RETURN_NONE;
   if (inputs.empty() || !has_no_modes()) Py_RETURN_NONE;
   const auto device = inputs[0]->device();
   for (const auto* x : inputs)
@@ -421,6 +447,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("clear", [] { book().clear(); });
   module.def("size", [] { return book().size(); });
   module.def("own", [](int change) { owned_depth += change; });
+  // As on a GPU, for tests without one.
+  module.def("replay_chain", [](at::Tensor x, std::vector<std::optional<at::Tensor>> operands,
+                                std::string plan) {
+    const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("lokakern::routed_chain", "");
+    c10::List<std::optional<at::Tensor>> list;
+    for (auto& operand : operands) list.push_back(std::move(operand));
+    torch::jit::Stack stack{std::move(x), std::move(list), std::move(plan)};
+    replay_op(op, stack);
+    return stack.at(0).toTensor();
+  });
   module.def("use_driver", [](uint64_t launch, uint64_t encode, uint64_t fill) {
     use_driver(reinterpret_cast<LaunchKernel>(launch), reinterpret_cast<EncodeTiled>(encode),
                reinterpret_cast<Memset32>(fill));

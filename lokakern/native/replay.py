@@ -221,7 +221,8 @@ def recorded_op(
             if _KEPT is not None:
                 _KEPT.unrecorded.append(name)
             return implementation(*args)
-        inputs = [x for x in args if isinstance(x, torch.Tensor)]
+        given = [x for arg in args for x in (arg if isinstance(arg, list) else (arg,))]
+        inputs = [x for x in given if isinstance(x, torch.Tensor)]
         return _recorded(signature, inputs, implementation, args, {}, name)
 
     library.define(schema, **options)

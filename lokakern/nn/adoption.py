@@ -12,6 +12,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from lokakern.nn.linear import PLAIN_ROUTES, Linear, Routed
+from lokakern.nn.linear_norm_act import LinearNormAct
 
 
 class Chosen(NamedTuple):
@@ -21,11 +22,13 @@ class Chosen(NamedTuple):
         key: Key of the conversion.
         routes: Routes of output, grad_input and grad_weight.
         is_inference: Whether the weight is quantized once.
+        chain: The plan of a chain of a `LinearNormAct` alone, or "".
     """
 
     key: str
     routes: tuple[str, ...]
     is_inference: bool
+    chain: str = ""
 
 
 def adopt(layer: nn.Module) -> None:
@@ -46,6 +49,7 @@ def release(layer: nn.Module) -> None:
     is_needed = layer._choices or layer.padding != (0, 0) or layer.is_mixing
     if is_needed or layer._gathering is not None:
         return
+    layer.drop_chain_weights()
     for name in vars(layer).keys() & _OWN_ATTRIBUTES:
         delattr(layer, name)
     layer.__class__ = nn.Linear  # type: ignore[assignment]
@@ -72,7 +76,9 @@ def resize(module: Routed, before: tuple[Chosen, ...], what: str) -> None:
         before: Choices that were made for the current sizes.
         what: Name of the undone mod in the warning.
     """
-    plain = [c if c in before else c._replace(routes=PLAIN_ROUTES) for c in module._choices]
+    plain = [
+        c if c in before else c._replace(routes=PLAIN_ROUTES, chain="") for c in module._choices
+    ]
     if tuple(plain) != module._choices:
         warnings.warn(
             f"{what} is undone, but a later conversion chose kernels for its sizes: these products "
@@ -100,6 +106,8 @@ def _set_choices(module: Routed, choices: tuple[Chosen, ...]) -> None:
 def _apply_newest(module: Routed) -> None:
     newest = module._choices[-1] if module._choices else Chosen("", PLAIN_ROUTES, False)
     module.take_routes(newest.routes, _parameter(module))
+    if isinstance(module, LinearNormAct):
+        module.take_chain(newest.chain)
     if newest.is_inference:
         module.freeze()
 

@@ -7,6 +7,14 @@ from torch import Tensor, float64, nn, rsqrt
 from lokakern.errors import ShapeError
 
 
+def block_rms_norm(input: Tensor, block: int, eps: float) -> Tensor:
+    """`BlockRMSNorm` as a function."""
+    blocks = input.reshape(*input.shape[:-1], input.shape[-1] // block, block)
+    wide = blocks if input.dtype is float64 else blocks.float()
+    y = wide * rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return y.to(input.dtype).reshape(input.shape)
+
+
 class BlockRMSNorm(nn.Module):
     """``y / sqrt(mean(y^2) + eps)`` over each block of neighboring columns, without parameters.
 
@@ -30,10 +38,7 @@ class BlockRMSNorm(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """The same shape and dtype."""
-        blocks = input.reshape(*input.shape[:-1], self.columns // self.block, self.block)
-        wide = blocks if input.dtype is float64 else blocks.float()
-        y = wide * rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return y.to(input.dtype).reshape(input.shape)
+        return block_rms_norm(input, self.block, self.eps)
 
     def extra_repr(self) -> str:
         """Sizes and eps."""

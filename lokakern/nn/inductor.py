@@ -27,6 +27,7 @@ from torch import Tensor
 
 from lokakern import numerics, sampled_check
 from lokakern.native import NATIVE
+from lokakern.nn import routed_chain as _  # noqa: F401  # defines its op
 from lokakern.nn import routed_matmul
 from lokakern.types import GROUP, Granularity
 
@@ -89,7 +90,7 @@ def fuse_quantizers() -> None:
 
     ops = torch.ops.lokakern
     register_lowering(ops.routed_gemm.default, type_promotion_kind=None)(lowered)
-    for name in ("activated_gemm", "weight_gradient"):
+    for name in ("activated_gemm", "weight_gradient", "routed_chain"):
         op = getattr(ops, name).default
         register_lowering(op, type_promotion_kind=None)(called(name))
 
@@ -138,6 +139,11 @@ def activated_gemm(*given: Any) -> Tensor:
 def weight_gradient(*given: Any) -> Tensor:
     """``torch.ops.lokakern.weight_gradient``."""
     return _called("lokakern::weight_gradient", torch.ops.lokakern.weight_gradient.default, given)
+
+
+def routed_chain(*given: Any) -> Tensor:
+    """``torch.ops.lokakern.routed_chain``."""
+    return _called("lokakern::routed_chain", torch.ops.lokakern.routed_chain.default, given)
 
 
 def _called(name: str, op: Callable[..., Tensor], given: tuple[Any, ...]) -> Tensor:

@@ -39,6 +39,7 @@ _DERIVED = ("_kept", "_fp8_views", "_gathering", "_weight_scale", "_gathered", "
 # Flags of a plan, see `Routed.changed`, in this order.
 ALTERED, HELD, FROZEN, OFFLOADED = "altered", "held", "frozen", "offloaded"
 _BETWEEN = "\0"  # between the parts of a plan
+CHAIN_DATA, CHAIN_SCALE = "chain_data_", "chain_scale_"  # names of buffers, before a granularity
 _OF_OFFLOADED = (
     "a layer with an offloaded weight multiplies bfloat16 without gradients only: use "
     "torch.no_grad() and bfloat16, or refresh the conversion"
@@ -89,6 +90,12 @@ def _in_memory_of(old: Tensor | None, new: Tensor) -> Tensor:
     return old.copy_(new) if kinds[0] == kinds[1] else new
 
 
+def _bytes_of(x: Tensor) -> Tensor:
+    """All memory of a tensor, gaps between rows included, which casts of a module do not change."""
+    elements = x.untyped_storage().nbytes() // x.element_size()
+    return x.as_strided((elements,), (1,), 0).view(torch.uint8)
+
+
 class Routed(nn.Module):
     """Base of modules with a product ``x @ weight.t() + bias``: its routes, and FP8 weights.
 
@@ -108,6 +115,8 @@ class Routed(nn.Module):
     # Choices of conversions, see `lokakern.nn.adoption`.
     _choices: tuple[Any, ...] = ()
     _is_adopted = False  # whether it was an nn.Linear
+    # Owner and granularity of FP8 weights that chains read, see `Linear.keep_chain_weight`.
+    _chain_weights: tuple[tuple[str, str], ...] = ()
     # For a weight that FSDP2 gathers as FP8, see `lokakern.distributed.fsdp2_gather`: the owner of
     # the scales, the scale, and the gathered weight.
     _gathering: Any = None
@@ -549,6 +558,7 @@ class Linear(nn.Linear, Routed):
         """See `Routed`."""
         self.bring_back()
         super().take_routes(texts, weight)
+        self._renew_chain_weights()
 
     def __init__(
         self,
@@ -635,6 +645,8 @@ class Linear(nn.Linear, Routed):
         super()._load_from_state_dict(*arguments, **options)
         if self.is_frozen or self.is_held:
             self.freeze()
+        else:
+            self._renew_chain_weights()
         self._keep_gathering()
         self.changed()  # parameters may be others
 
@@ -668,6 +680,70 @@ class Linear(nn.Linear, Routed):
     def freeze(self) -> None:
         """Quantize the weight once, or `hold` it."""
         self.freeze_weight(self.weight if self.padding == (0, 0) else self._padded())
+        self._renew_chain_weights()
+
+    def keep_chain_weight(self, owner: str, scales: str) -> None:
+        """Keep the FP8 weight of a granularity for a chain, quantized when `freeze` is called.
+
+        It is the frozen weight if that has this granularity. Each call needs one of
+        `drop_chain_weight`.
+
+        Args:
+            owner: Key of the conversion.
+            scales: The granularity.
+        """
+        self._chain_weights = (*self._chain_weights, (owner, scales))
+        self._renew_chain_weights()
+
+    def drop_chain_weight(self, owner: str, scales: str) -> None:
+        """Undo one call of `keep_chain_weight`, if there was one."""
+        found = list(self._chain_weights)
+        if (owner, scales) in found:
+            found.remove((owner, scales))
+            self._chain_weights = tuple(found)
+            self._renew_chain_weights()
+
+    def drop_chain_weights(self) -> None:
+        """Undo all calls of `keep_chain_weight`."""
+        if self._chain_weights:
+            self._chain_weights = ()
+            self._renew_chain_weights()
+
+    def chain_weight(self, scales: str) -> tuple[Tensor, Tensor] | None:
+        """Bytes of data and scales of `keep_chain_weight`, or None if it could not be quantized."""
+        if self._freezes(scales):
+            return self.fp8_data, self.fp8_scale
+        name = CHAIN_DATA + scales
+        if name not in self._buffers:
+            return None
+        return getattr(self, name), getattr(self, CHAIN_SCALE + scales)
+
+    def _freezes(self, scales: str) -> bool:
+        """Whether the frozen weight, if any, has this granularity."""
+        if not self._plan:
+            return False
+        flags, _, route, *_ = self._plan.split(_BETWEEN)
+        return FROZEN in flags and scales_of(route) == scales
+
+    def _renew_chain_weights(self) -> None:
+        """Quantize the weight for chains anew, in the same memory if possible."""
+        names = [name for name in self._buffers if name.startswith((CHAIN_DATA, CHAIN_SCALE))]
+        before = {name: self._buffers[name] for name in names}
+        for name in names:
+            delattr(self, name)
+        weight = self.weight
+        is_usual = type(weight) in (Parameter, Tensor) and weight.dtype is bfloat16
+        if not is_usual or weight.is_meta or self.padding != (0, 0) or self.is_offloaded:
+            return
+        for scales in dict.fromkeys(scales for _, scales in self._chain_weights):
+            if self._freezes(scales):
+                continue
+            with torch.no_grad():
+                made = quantize_weight(weight.detach(), scales)
+            for prefix, x in zip((CHAIN_DATA, CHAIN_SCALE), made, strict=True):
+                name = prefix + scales
+                kept = _in_memory_of(before.get(name), _bytes_of(x))
+                self.register_buffer(name, kept, persistent=False)
 
     def held(self, x: Tensor) -> Tensor | None:
         """See `Routed`; None if `Pad` changed since."""

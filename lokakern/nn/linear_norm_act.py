@@ -10,14 +10,20 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lokakern.epilogue import ACTIVATIONS
-from lokakern.errors import UnknownNameError
+from lokakern.errors import UnknownNameError, UnsupportedError
 from lokakern.nn.block_rms_norm import BlockRMSNorm
+from lokakern.nn.chain_call import call_parts, is_part, layers_at, prepare_chains, words_of_plan
+from lokakern.nn.chain_plan import read_plan
 from lokakern.nn.linear import Linear
 from lokakern.norm import Norm, norm_named
+from lokakern.types import Granularity
 
 _FUNCTIONS = {
     "relu": functional.relu, "hardswish": functional.hardswish, "silu": functional.silu,
 }  # fmt: skip
+
+
+_OWN = "\0own"  # owner of the FP8 weights of a layer's own chain
 
 
 class LinearNormAct(Linear):
@@ -45,6 +51,8 @@ class LinearNormAct(Linear):
         ShapeError: Blocks do not divide the outputs.
     """
 
+    _chain = ""  # the plan of a chain of this layer alone, see `take_chain`
+
     def __init__(
         self,
         in_features: int,
@@ -71,10 +79,35 @@ class LinearNormAct(Linear):
         self.norm = _module_of(norm_named(norm, eps), out_features, device, dtype)
         self.activation = name
 
+    def take_chain(self, plan: str) -> None:
+        """Set the plan of a chain of this layer alone; "" for none.
+
+        Raises:
+            UnsupportedError: The plan is for other layers.
+        """
+        words = words_of_plan(plan) if plan else []
+        if plan and (len(words) != 1 or not is_part((self, self.norm, self.activation), words[0])):
+            raise UnsupportedError(f"a chain of {plan.partition(';')[0]} cannot be set in {self}")
+        for text, change in ((self._chain, self.drop_chain_weight), (plan, self.keep_chain_weight)):
+            for layer in read_plan(text)[0] if text else ():
+                if layer.weight is not Granularity.NONE:
+                    change(_OWN, layer.weight.value)
+        self._chain = plan
+        if plan:
+            prepare_chains()
+
     def forward(
         self, input: Tensor, input_scale: str = "", residual: Tensor | None = None
     ) -> Tensor:
         """``[..., n]``; a residual is added before the norm."""
+        chain = self._chain
+        if chain and residual is None and not input_scale:
+            parts = [(self, self.norm, self.activation)]
+            layers = layers_at(input, chain)
+            if layers and is_part(parts[0], layers[0]):
+                y = call_parts(input, chain, layers, parts)
+                if y is not None:
+                    return y
         y = super().forward(input, input_scale)
         z = self.norm(y if residual is None else y + residual)
         return z if self.activation == "none" else _FUNCTIONS[self.activation](z)

@@ -273,7 +273,7 @@ def prepare_to_be_compiled(*others: Callable[..., str]) -> None:
 def _quantize_activated(x: Tensor, activation: str, name: str) -> tuple[Tensor, Tensor]:
     """f(x) in FP8 with rowwise scales, by a kernel of op norm_quantize or its emulation."""
     kernel = _activating_kernel(name, x.device)
-    x = _row_major(x.detach())
+    x = row_major(x.detach())
     data, scale = _quantize_activated_fake(x, activation, name)
     out = QuantizedTensor(data, scale, Granularity.ROW)
     epilogue = NormEpilogue(activation=activation)
@@ -352,7 +352,7 @@ def _multiply(
             right = QuantizedTensor.packed(data, scale, loaded.form).t()
         if left is not None:
             if left_scales is None:
-                left_scales = _scales_of(kernel.granularity, left, left_scale)
+                left_scales = equal_scales(kernel.granularity, left, left_scale)
             _launch_scaled(kernel, left, left_scales, right, out, bias)
             if loaded.watch is not None:
                 loaded.watch.see(a, b, out, bias, kernel.name)
@@ -360,10 +360,10 @@ def _multiply(
     else:
         assert b is not None
         # Column-major b is the transpose of a weight.
-        right = _row_major(b.t()).t() if b.stride(0) == 1 else _row_major(b)
+        right = row_major(b.t()).t() if b.stride(0) == 1 else row_major(b)
     assert a is not None
     apart = bool(kernel.parts)  # our quantizers read strided rows
-    a = _row_major(a.t(), apart).t() if loaded.form is Granularity.NONE else _row_major(a, apart)
+    a = row_major(a.t(), apart).t() if loaded.form is Granularity.NONE else row_major(a, apart)
     if torch.is_autocast_enabled(a.device.type):  # emulations multiply in float32
         with torch.autocast(a.device.type, enabled=False):
             kernel.launch(a, right, out, bias, kernel.workspace(a, right))
@@ -405,7 +405,7 @@ _SCALES: dict[tuple[Granularity, torch.Size, torch.device, str], Tensor] = {}
 _SCALES_OF_GRAPHS: dict[Any, Tensor] = {}  # kept for good: nobody tells when a graph ends
 
 
-def _scales_of(granularity: Granularity, x: Tensor, scale: str) -> Tensor:
+def equal_scales(granularity: Granularity, x: Tensor, scale: str) -> Tensor:
     """A tensor of equal scales, cached, because filling it takes a launch."""
     key = (granularity, x.shape, x.device, scale)
     found = _SCALES.get(key)
@@ -442,7 +442,7 @@ def fp8_on(device: torch.device) -> torch.dtype:
     return float8_e4m3fn
 
 
-def _row_major(x: Tensor, apart: bool = False) -> Tensor:
+def row_major(x: Tensor, apart: bool = False) -> Tensor:
     """A row-major matrix with aligned rows; a copy if x is not.
 
     ``apart`` allows gaps between rows, as in a slice.

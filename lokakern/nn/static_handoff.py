@@ -5,7 +5,8 @@ magnitudes. So the scale of the next layer's input is static and quantizing is e
 torch.compile fuses into the norm: there is no separate quantizer that reads the whole tensor.
 
 After an activation without a norm scales are dynamic. In inference, where its output has no other
-use, a kernel of the registry activates and quantizes in one pass.
+use, a kernel of the registry activates and quantizes in one pass. And several layers may run as a
+chain, in one op (`lokakern.nn.routed_chain`).
 """
 
 from __future__ import annotations
@@ -18,14 +19,27 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
+from lokakern.errors import UnsupportedError
 from lokakern.nn.block_rms_norm import BlockRMSNorm
+from lokakern.nn.chain_call import (
+    Part,
+    Words,
+    call_parts,
+    has_norm_and_activation,
+    is_part,
+    is_plain_call,
+    layers_at,
+    prepare_chains,
+    words_of_plan,
+)
+from lokakern.nn.chain_plan import read_plan
 from lokakern.nn.linear import Linear
 from lokakern.nn.linear_norm_act import LinearNormAct
 from lokakern.nn.routed_matmul import PLAIN, reads_rows
 from lokakern.norm import norm_named, static_scale
 from lokakern.quantized_tensor import ROW_BYTES
 from lokakern.registry.register import fp8_format
-from lokakern.types import Device, ErrorBudget
+from lokakern.types import Device, ErrorBudget, Granularity
 
 # Row errors of products after BlockNorm(256) and hard-swish, emulated on the realistic
 # distributions (m 512, k 1024, n 256): 0.036-0.046 with the static scale, 0.035-0.043 with rowwise
@@ -44,12 +58,14 @@ class Handoff(NamedTuple):
         scales: Static scale of each module's input, as text; "" without one.
         activating: For an activation that only the next module reads, the route of kernels that
             activate and quantize; "" for other modules.
+        chains: For the first module of a chain, its plan (`lokakern.nn.chain_plan`); "" for others.
     """
 
     key: str = ""
     modules: tuple[nn.Module, ...] = ()
     scales: tuple[str, ...] = ()
     activating: tuple[str, ...] = ()
+    chains: tuple[str, ...] = ()
 
 
 class BoundedSequential(nn.Sequential):
@@ -79,12 +95,18 @@ class BoundedSequential(nn.Sequential):
             if [word[0] for word in words] != [_kind(module) for module in modules]:
                 return super().forward(input)  # type: ignore[no-any-return, no-untyped-call]
             scales, activating = tuple(w[1] for w in words), tuple(w[2] for w in words)
+            chains = tuple(w[3] for w in words)
         elif self.is_as_known:
-            _, _, scales, activating = self._handoffs[-1]
+            _, _, scales, activating, chains = self._handoffs[-1]
         else:
             return super().forward(input)  # type: ignore[no-any-return, no-untyped-call]
         place = 0
         while place < len(modules):
+            if chains[place]:
+                found, end = _called(input, modules, place, chains[place])
+                if found is not None:
+                    input, place = found, end
+                    continue
             module, route = modules[place], activating[place]
             done = None
             reader = modules[place + 1] if route else None
@@ -92,8 +114,8 @@ class BoundedSequential(nn.Sequential):
             if (
                 isinstance(reader, Linear)
                 and not getattr(module, "inplace", False)
-                and _is_plain_call(module)
-                and _is_plain_call(reader)
+                and is_plain_call(module)
+                and is_plain_call(reader)
             ):
                 done = reader.forward_activated(input, ACTIVATIONS[type(module)], route)
             if done is not None:
@@ -115,6 +137,12 @@ class BoundedSequential(nn.Sequential):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        # Files of earlier versions have no chains.
+        self._handoffs = tuple(
+            h if h.chains else h._replace(chains=("",) * len(h.modules)) for h in self._handoffs
+        )
+        if any(any(handoff.chains) for handoff in self._handoffs):
+            prepare_chains()
         _write_known(self)
 
 
@@ -143,12 +171,103 @@ def _write_known(sequence: nn.Sequential) -> None:
     sequence._known = "\1".join(map("\0".join, rows))
 
 
+def _called(
+    x: Tensor, modules: Sequence[nn.Module], place: int, plan: str
+) -> tuple[Tensor | None, int]:
+    """The output of a chain that begins at a place, and the place after it.
+
+    The output is None where the modules have to run one by one.
+    """
+    layers = layers_at(x, plan)
+    parts, end = _parts_at(modules, place, layers) if layers else ([], place)
+    return (call_parts(x, plan, layers, parts) if parts else None), end
+
+
+def _parts_at(
+    modules: Sequence[nn.Module], place: int, layers: Sequence[Words], *, in_call: bool = True
+) -> tuple[list[Part], int]:
+    """The modules of a chain that begins at a place, and the place after it.
+
+    There are none if the modules are not the layers. Identities between them, and dropout in
+    evaluation, are passed over; without ``in_call`` dropout in training, too.
+    """
+    parts: list[Part] = []
+    for words in layers:
+        layer, place = _take(modules, place, in_call)
+        part: Part
+        if type(layer) is LinearNormAct:
+            part = (layer, layer.norm, layer.activation)
+        elif type(layer) is Linear:
+            has_norm, has_last = has_norm_and_activation(words)
+            norm, activation = None, "none"
+            if has_norm:
+                norm, place = _take(modules, place, in_call)
+            if has_last:
+                last, place = _take(modules, place, in_call)
+                if last is None or not is_plain_call(last):
+                    return [], place
+                activation = ACTIVATIONS.get(type(last), "")
+            part = (layer, norm, activation)
+        else:
+            return [], place
+        if not is_part(part, words):
+            return [], place
+        parts.append(part)
+    return parts, place
+
+
+def _take(modules: Sequence[nn.Module], place: int, in_call: bool) -> tuple[nn.Module | None, int]:
+    """The next module that does anything, if there is one, and the place after it."""
+    while place < len(modules) and passes_on(modules[place], in_call):
+        place += 1
+    return (modules[place] if place < len(modules) else None), place + 1
+
+
+def passes_on(module: nn.Module, in_call: bool) -> bool:
+    """Whether a module returns its input: identities, and dropout in evaluation.
+
+    Without ``in_call`` also what may do so in a later call: dropout in training, or with hooks.
+    """
+    if type(module) not in (nn.Identity, nn.Dropout):
+        return False
+    is_idle = type(module) is nn.Identity or not module.training
+    return not in_call or (is_idle and is_plain_call(module))
+
+
 def set_handoff(
-    sequence: nn.Sequential, scales: Sequence[str], activating: Sequence[str], key: str = ""
+    sequence: nn.Sequential,
+    scales: Sequence[str],
+    activating: Sequence[str],
+    key: str = "",
+    chains: Sequence[str] = (),
 ) -> None:
-    """Apply a conversion's settings for the current modules of a sequence."""
-    handoff = Handoff(key, tuple(sequence), tuple(scales), tuple(activating))
+    """Apply a conversion's settings for the current modules of a sequence.
+
+    Args:
+        sequence: The sequence.
+        scales: See `Handoff`, as the others.
+        activating: For each module.
+        key: Of the conversion.
+        chains: For each module; () means none. The layers keep the FP8 weights that they read.
+
+    Raises:
+        UnsupportedError: The modules at a place are not the layers of its chain.
+    """
+    modules, chains = tuple(sequence), tuple(chains) or ("",) * len(sequence)
+    for place, plan in enumerate(chains):
+        if plan and not _parts_at(modules, place, words_of_plan(plan), in_call=False)[0]:
+            found = ", ".join(str(module) for module in modules[place:])
+            raise UnsupportedError(
+                f"a chain of {plan.partition(';')[0]} cannot begin at module {place}: the modules "
+                f"are {found}"
+            )
+    _drop_chain_weights(sequence, key)
+    handoff = Handoff(key, modules, tuple(scales), tuple(activating), chains)
     sequence._handoffs = (*_others(sequence, key), handoff)  # type: ignore[assignment]
+    for layer, granularity in _chain_weights(handoff):
+        layer.keep_chain_weight(key, granularity)
+    if any(chains):
+        prepare_chains()
     if type(sequence) is nn.Sequential:
         sequence.__class__ = BoundedSequential  # last, for concurrent calls
     _write_known(sequence)
@@ -157,6 +276,7 @@ def set_handoff(
 def remove_handoff(sequence: nn.Sequential, key: str = "") -> None:
     """Remove a conversion's settings from a sequence."""
     others = _others(sequence, key)
+    _drop_chain_weights(sequence, key)
     if others:
         sequence._handoffs = others  # type: ignore[assignment]
         _write_known(sequence)
@@ -167,19 +287,27 @@ def remove_handoff(sequence: nn.Sequential, key: str = "") -> None:
         vars(sequence).pop(name, None)
 
 
+def _drop_chain_weights(sequence: nn.Sequential, key: str) -> None:
+    for handoff in vars(sequence).get("_handoffs", ()):
+        if handoff.key == key:
+            for layer, granularity in _chain_weights(handoff):
+                if isinstance(layer, Linear):  # no longer where its conversion was undone
+                    layer.drop_chain_weight(key, granularity)
+
+
+def _chain_weights(handoff: Handoff) -> list[tuple[Linear, str]]:
+    """The layers of the chains of a handoff, each with the granularity of its FP8 weight."""
+    found = []
+    for place, plan in enumerate(handoff.chains):
+        layers = [x for x in handoff.modules[place:] if isinstance(x, nn.Linear)] if plan else []
+        for linear, layer in zip(layers, read_plan(plan)[0] if plan else (), strict=False):
+            if layer.weight is not Granularity.NONE:
+                found.append((linear, layer.weight.value))
+    return found  # type: ignore[return-value]
+
+
 def _others(sequence: nn.Sequential, key: str) -> tuple[Handoff, ...]:
     return tuple(h for h in vars(sequence).get("_handoffs", ()) if h.key != key)
-
-
-def _is_plain_call(module: nn.Module) -> bool:
-    """Whether a call of a module runs only its class's forward."""
-    return not (
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or nn.modules.module._global_forward_hooks
-        or nn.modules.module._global_forward_pre_hooks
-        or "forward" in module.__dict__
-    )
 
 
 def scales_between(sequence: nn.Sequential, device: Device) -> tuple[str, ...]:

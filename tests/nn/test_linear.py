@@ -555,7 +555,7 @@ def test_gaps_between_rows_are_kept_only_for_kernels_that_read_them() -> None:
         (torch.randn(7, 77).bfloat16()[:, 1:38], True, True),  # which 37 columns do anyway
         (wide[:1].expand(7, 96), True, False), (wide, False, True),
     ]:  # fmt: skip
-        found = routed_matmul._row_major(x, apart)
+        found = routed_matmul.row_major(x, apart)
         assert (found.data_ptr() == x.data_ptr()) == is_kept
         assert torch.equal(found, x) and (is_kept or found.is_contiguous())
     for op in (torch.ops.lokakern.weight_gradient, torch.ops.lokakern.quantize_weight):

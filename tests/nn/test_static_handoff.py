@@ -593,7 +593,7 @@ def test_scales_that_a_graph_reads_are_kept(monkeypatch: pytest.MonkeyPatch) -> 
 
     def scales(rows: int) -> Tensor:
         x = SimpleNamespace(shape=torch.Size((rows, 16)), device=torch.device("cpu"), is_cuda=True)
-        return routed_matmul._scales_of(Granularity.ROW, x, "0.5")  # type: ignore[arg-type]
+        return routed_matmul.equal_scales(Granularity.ROW, x, "0.5")  # type: ignore[arg-type]
 
     first = scales(4)
     is_capturing = True

@@ -1,0 +1,171 @@
+"""What runs instead of a chain: the time of each layer without it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lokakern.chain.candidates import NONE, Chain, Layer
+from lokakern.conversion.routes import MRange, Route, problem_of
+from lokakern.nn.routed_matmul import kernel_at
+from lokakern.problems import make_problem
+from lokakern.registry.register import KERNELS, Kernel, fp8_format
+from lokakern.selection import dispatcher
+from lokakern.selection.candidates import Candidate, Time
+from lokakern.selection.table import Table
+from lokakern.types import Device, Operand, Problem, norm_form
+
+
+class SpanLayer(NamedTuple):
+    """A layer that may be part of a chain.
+
+    Attributes:
+        layer: Its sizes and epilogue.
+        eps: Of its norm.
+        route: The route of its output without a chain.
+        is_handed: Whether its input then has a static scale, so that no quantizer runs.
+    """
+
+    layer: Layer
+    eps: float
+    route: Route
+    is_handed: bool = False
+
+
+@dataclass(frozen=True)
+class ChainJudge:
+    """What chains of a conversion are judged by.
+
+    Attributes:
+        limit: Largest accepted row error of each layer.
+        device: Device of the times.
+        distributions: Distributions of stored errors.
+        regime: Regime of the times, as of `dispatch`.
+        m_range: Smallest and largest m to choose for; None: all measured m.
+        admits_static: Whether the budget admits static scales.
+    """
+
+    limit: float
+    device: Device
+    distributions: tuple[str, ...]
+    regime: str | None = None
+    m_range: MRange | None = None
+    admits_static: bool = True
+
+    def chain(self, layers: tuple[Layer, ...], m: int) -> Chain:
+        """A request for a chain of bfloat16 input and output."""
+        return Chain(layers, m, self.device, self.distributions, self.regime)
+
+
+class Rivals:
+    """The times of layers without a chain."""
+
+    def __init__(self, judge: ChainJudge) -> None:
+        self._judge = judge
+        self._known: dict[tuple[SpanLayer, int], tuple[float, float] | None] = {}
+
+    def measured_m(self, layer: Layer) -> list[int]:
+        """The m at which the unquantized layer was measured."""
+        return sorted({m for candidate in self._separate(layer) for m in candidate.times})
+
+    def at(self, x: SpanLayer, m: int) -> tuple[float, float] | None:
+        """Time of a layer without a chain, and half of its interval; None if unknown."""
+        key = x, m
+        if key not in self._known:
+            plain = min(_times(self._separate(x.layer), m), default=None, key=_us)
+            known: list[tuple[float, float]] = []
+            if plain is not None:
+                known = list(self._by_route(x, m, plain))
+                # A kernel for nothing but a bias would be slower than the product alone.
+                if not is_product(x.layer):
+                    known.append((plain.gpu_us, plain.margin_us))
+            self._known[key] = min(known, default=None)
+        return self._known[key]
+
+    def _by_route(self, x: SpanLayer, m: int, plain: Time) -> Iterator[tuple[float, float]]:
+        """The time of a layer as converted, if that of its product is known."""
+        norm = 0.0
+        if norm_form(x.layer.epilogue).norm.kind != "none":
+            alone = problem_of("output", 16, x.layer.n, x.layer.k)
+            product = self._table_of(alone).plain_at(m)
+            norm = 0.0 if product is None else max(0.0, plain.gpu_us - product.gpu_us)
+        if not x.route.choices:
+            return
+        table, name = x.route.choices[0].table, kernel_at(x.route.text, m)
+        if not name:
+            found = table.plain_at(m)
+        elif x.is_handed:
+            found = self._without_quantizer(x.layer, name, m)
+            if found is None:  # what is not known counts nothing
+                quantizer = self._quantizer(x.layer, name, m)
+                whole = next(_times(_named(table, name), m), None)
+                if whole is not None and quantizer is not None:
+                    norm += max(0.0, whole.gpu_us - quantizer.gpu_us)
+                yield norm, 0.0
+        else:
+            found = next(_times(_named(table, name), m), None)
+        if found is not None:
+            margin = found.margin_us if not found.is_of_host else 0.0
+            yield found.gpu_us + norm, margin
+
+    def _without_quantizer(self, layer: Layer, name: str, m: int) -> Time | None:
+        """The time of the GEMM of a composition."""
+        kernel = KERNELS[(KERNELS[name].parts or (name,))[-1]]
+        form = norm_form(layer.epilogue)
+        problem = make_problem(
+            "scaled_gemm", (16, layer.n, layer.k),
+            a=Operand(fp8_format(self._judge.device), kernel.granularity),
+            epilogue="bias" if form.bias else "none",
+        )  # fmt: skip
+        return next(_times(_named(self._table_of(problem), kernel.name), m), None)
+
+    def _quantizer(self, layer: Layer, name: str, m: int) -> Time | None:
+        """The time of the quantizer of a composition."""
+        kernel = KERNELS[(KERNELS[name].parts or (name,))[0]]
+        problem = make_problem(
+            "quantize", (16, layer.k), out_format=fp8_format(self._judge.device),
+            out_granularity=kernel.granularity,
+        )  # fmt: skip
+        return next(_times(_named(self._table_of(problem), kernel.name), m), None)
+
+    def _separate(self, layer: Layer) -> Iterator[Candidate]:
+        """Unquantized kernels with a separate norm or activation."""
+        problem = self._judge.chain((layer,), 16).problem(0, NONE, NONE, NONE)
+        for candidate in self._table_of(problem).candidates:
+            kernel = candidate.kernel
+            if candidate.unquantized and kernel is not None and is_separate(kernel):
+                yield candidate
+
+    def _table_of(self, problem: Problem) -> Table:
+        judge = self._judge
+        return dispatcher.table_for(
+            problem, None, judge.distributions, judge.device, judge.regime, is_choice=False,
+            predicts=False,
+        )  # fmt: skip
+
+
+def is_separate(kernel: Kernel) -> bool:
+    """Whether the norm or activation is a kernel of its own."""
+    return bool(kernel.parts) or kernel.language == "torch"
+
+
+def _named(table: Table, name: str) -> Iterator[Candidate]:
+    return (candidate for candidate in table.candidates if candidate.name == name)
+
+
+def _times(candidates: Iterable[Candidate], m: int) -> Iterator[Time]:
+    for candidate in candidates:
+        found = candidate.time_at(m)
+        if found is not None:
+            yield found[0]
+
+
+def is_product(layer: Layer) -> bool:
+    """Whether a layer has neither norm nor activation."""
+    form = norm_form(layer.epilogue)
+    return form.norm.kind == "none" and form.last == "none"
+
+
+def _us(time: Time) -> float:
+    return time.gpu_us

@@ -1,0 +1,316 @@
+"""Spans of a model: consecutive layers that chains may run, and the chains chosen for them.
+
+A layer is a converted linear layer, then a norm if there is one, then an activation if there is
+one; or a `LinearNormAct`. Layers of a span follow each other in one `nn.Sequential`. Identities and
+dropout are passed over; in training, calls with dropout run the modules one by one. Any other
+module ends a span, and so does a layer that no kernel takes. A `LinearNormAct` outside such a
+sequence is a span of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lokakern.chain.candidates import Layer
+from lokakern.chain.dispatch import INPUTS
+from lokakern.conversion.chain_rivals import ChainJudge, SpanLayer
+from lokakern.conversion.chains import PlannedChain, SpanPlan, plan_span, takes
+from lokakern.conversion.routes import Route
+from lokakern.nn.block_rms_norm import BlockRMSNorm
+from lokakern.nn.linear import Linear
+from lokakern.nn.linear_norm_act import LinearNormAct
+from lokakern.nn.static_handoff import ACTIVATIONS, BoundedSequential, is_affordable, passes_on
+from lokakern.norm import NO_NORM, Norm, norm_named
+from lokakern.selection import dispatcher
+from lokakern.types import Device, ErrorBudget, NormForm
+
+takes_once = functools.lru_cache(maxsize=4096)(takes)
+ChainSites = tuple[str, ...]  # names of the layers of a chain, which tell it
+OFF = "it did not gain when the model was tuned"
+_SEQUENCES = (nn.Sequential, BoundedSequential)
+
+
+class FoundLayer(NamedTuple):
+    """A layer of a span.
+
+    Attributes:
+        linear: The linear layer.
+        place: Its index in the sequence; 0 of a `LinearNormAct`.
+        stop: Index after its last module.
+        layer: Sizes and epilogue.
+        eps: Of the norm.
+    """
+
+    linear: Linear
+    place: int
+    stop: int
+    layer: Layer
+    eps: float
+
+
+@dataclass(frozen=True)
+class Span:
+    """A span of a model with its chains.
+
+    Attributes:
+        module: The sequence, or a `LinearNormAct`.
+        found: Its layers.
+        sites: Their names.
+        plan: The chains, or why there is none.
+    """
+
+    module: nn.Module
+    found: tuple[FoundLayer, ...]
+    sites: tuple[str, ...]
+    plan: SpanPlan
+
+    def texts(self, off: Collection[ChainSites]) -> dict[int, str]:
+        """Plans of chains by the index of their first module, without those that are off."""
+        return {
+            self.found[chain.start].place: chain.text
+            for chain in self.plan.chains
+            if self.sites_of(chain) not in off
+        }
+
+    def sites_of(self, chain: PlannedChain) -> tuple[str, ...]:
+        """Names of the layers of a chain."""
+        return self.sites[chain.start : chain.stop]
+
+    @property
+    def words(self) -> str:
+        """Names of the layers."""
+        return words_of(self.sites)
+
+    def explain(self, off: Collection[ChainSites]) -> str:
+        """The chains with their times at each m, or why there is none."""
+        if not self.plan.chains:
+            return f"{self.words}: no chain: {self.plan.why}"
+        lines = []
+        for chain in self.plan.chains:
+            sites = self.sites_of(chain)
+            mark = f" ({OFF})" if sites in off else ""
+            lines.append(f"{words_of(sites)}{mark}: {chain.explain()}")
+        return "\n".join(lines)
+
+
+def spans_of(module: nn.Module, accepts: Callable[[Linear], bool]) -> list[list[FoundLayer]]:
+    """The spans of a sequence, or of a `LinearNormAct`.
+
+    Args:
+        module: Any module; others have none.
+        accepts: Whether a linear layer may be part of a chain.
+    """
+    if isinstance(module, LinearNormAct):
+        alone = _layer_at([module], 0) if accepts(module) else None
+        return [] if alone is None else _worth([[alone]])
+    if not isinstance(module, nn.Sequential) or type(module) not in _SEQUENCES:
+        return []
+    spans: list[list[FoundLayer]] = [[]]
+    modules, place = list(module), 0
+    while place < len(modules):
+        first = modules[place]
+        if passes_on(first, in_call=False):
+            place += 1
+            continue
+        is_ours = isinstance(first, Linear) and accepts(first)
+        found = _layer_at(modules, place) if is_ours else None
+        if found is None:
+            spans.append([])
+            place += 1
+            continue
+        if spans[-1] and spans[-1][-1].layer.n != found.layer.k:
+            spans.append([])
+        spans[-1].append(found)
+        place = found.stop
+    return _worth(spans)
+
+
+def _worth(spans: list[list[FoundLayer]]) -> list[list[FoundLayer]]:
+    """Spans that are more than one product."""
+    return [
+        span for span in spans
+        if len(span) > 1 or any(found.layer.epilogue not in ("none", "bias") for found in span)
+    ]  # fmt: skip
+
+
+def _layer_at(modules: list[nn.Module], place: int) -> FoundLayer | None:
+    """The layer that begins at a place, with the norm and the activation behind it.
+
+    None if it is no layer that a kernel computes.
+    """
+    linear = modules[place]
+    if not isinstance(linear, Linear) or not _is_usable(linear):
+        return None
+    columns, stop, activation = linear.out_features, place + 1, "none"
+    module: nn.Module | None = None
+    norm = NO_NORM
+    if isinstance(linear, LinearNormAct):
+        activation = linear.activation
+        if type(linear.norm) is not nn.Identity:
+            own = _norm_of(linear.norm, columns)
+            if own is None:
+                return None
+            module, norm = linear.norm, own
+    else:
+        following = [
+            (x, place + 1) for place, x in enumerate(modules)
+            if place >= stop and not passes_on(x, in_call=False)
+        ]  # fmt: skip
+        own = _norm_of(following[0][0], columns) if following else None
+        if own is not None:
+            (module, stop), norm = following.pop(0), own
+        if following and type(following[0][0]) in ACTIVATIONS:
+            activation, stop = ACTIVATIONS[type(following[0][0])], following[0][1]
+    is_affine = any(getattr(module, name, None) is not None for name in ("weight", "bias"))
+    form = NormForm(norm, linear.bias is not None, affine=is_affine, last=activation)
+    return FoundLayer(linear, place, stop, Layer(columns, linear.in_features, str(form)), norm.eps)
+
+
+def _norm_of(module: nn.Module, columns: int) -> Norm | None:
+    """The norm of a module over rows of so many columns; None if a kernel has none like it."""
+    if type(module) is BlockRMSNorm and module.columns == columns:
+        return norm_named(module.norm_name, module.eps)
+    if type(module) in (nn.LayerNorm, nn.RMSNorm):
+        assert isinstance(module, nn.LayerNorm | nn.RMSNorm)
+        # Without eps that of RMSNorm depends on the dtype of the input.
+        is_of_rows = tuple(module.normalized_shape) == (columns,)
+        if is_of_rows and module.eps is not None and _are_bfloat16(module):
+            return norm_named("layer" if type(module) is nn.LayerNorm else "rms", module.eps)
+    return None
+
+
+def _is_usable(linear: Linear) -> bool:
+    """Whether a layer multiplies by its whole weight, in bfloat16, and nothing else."""
+    is_whole = linear.padding == (0, 0) and not linear.is_mixing
+    return type(linear) in (Linear, LinearNormAct) and is_whole and _are_bfloat16(linear)
+
+
+def _are_bfloat16(module: nn.Module) -> bool:
+    """Whether all parameters of a module are usual ones in bfloat16, as kernels read them."""
+    return all(type(x) is nn.Parameter and x.dtype is torch.bfloat16 for x in module.parameters())
+
+
+def words_of(sites: Sequence[str]) -> str:
+    """Names of consecutive layers."""
+    return sites[0] if len(sites) == 1 else f"{sites[0]} to {sites[-1]}"
+
+
+def chain_texts(spans: Iterable[Span]) -> dict[ChainSites, str]:
+    """The plan of each chain by the names of its layers."""
+    return {span.sites_of(chain): chain.text for span in spans for chain in span.plan.chains}
+
+
+def chain_rows(span: Span, off: Collection[ChainSites]) -> list[dict[str, Any]]:
+    """One row for each chain, as of `Conversion.choices`."""
+    rows = []
+    for chain in span.plan.chains:
+        is_off = span.sites_of(chain) in off
+        used = [t for t in chain.times if t.is_faster and not is_off]
+        rows.append(
+            {
+                "site": words_of(span.sites_of(chain)), "gemm": "chain",
+                "n": chain.layers[-1].n, "k": chain.layers[0].k,
+                "choice": "; ".join(dict.fromkeys(t.kernels for t in used)) or "off",
+                "m": [t.m for t in used], "us": [t.us for t in used],
+                "host_us": [None] * len(used), "why": OFF if is_off else chain.why,
+                "rival_us": [t.rival_us for t in used],
+            }
+        )  # fmt: skip
+    return rows
+
+
+def why_no_chains(
+    budget: ErrorBudget | None, *, is_forced: bool, is_inference: bool, is_reported: bool,
+    is_checked: bool, is_between: bool,
+) -> str:  # fmt: skip
+    """Why a conversion as a whole has no chains, or ""."""
+    if is_forced:
+        return "kernels were forced"
+    if not is_inference:
+        return "chains have no gradients: convert with inference=True"
+    if dispatcher.choices() is not None:
+        return "choices are frozen, without those of chains"
+    if not is_between:
+        return "between=False"
+    if is_checked:
+        return "check= compares products, and a chain has none of its own"
+    if is_reported:
+        return "a report of Probe judges products alone"
+    if budget is None:
+        return "there is no budget"
+    if set(budget.limits) != {"row_err"}:
+        limits = ", ".join(budget.limits)
+        return f"the budget limits {limits}; of chains only row_err is known"
+    return ""
+
+
+def chain_judge(
+    budget: ErrorBudget, device: Device, distributions: tuple[str, ...] | None, regime: str,
+    m_range: tuple[int, int] | None,
+) -> ChainJudge:  # fmt: skip
+    """The judge of a conversion within a budget of a row error.
+
+    Without given distributions errors are those on all realistic ones but gradients, which no
+    forward pass reads.
+    """
+    return ChainJudge(
+        budget.limits["row_err"], device, distributions or INPUTS, regime, m_range,
+        is_affordable(budget),
+    )  # fmt: skip
+
+
+def planned_spans(
+    modules: Iterable[nn.Module],
+    names: Mapping[int, str],
+    routes: Mapping[str, Route],
+    judge_of: Callable[[Tensor], ChainJudge],
+    scales_of: Callable[[nn.Sequential], tuple[str, ...]],
+) -> list[Span]:
+    """The spans of modules with their chains.
+
+    Args:
+        modules: Sequences and layers.
+        names: Names of the layers that may be part of a chain, by id.
+        routes: Routes of their outputs by name.
+        judge_of: The judge of layers on the device of a weight.
+        scales_of: Static scale of the input of each module of a sequence, or "".
+    """
+    spans = []
+    modules = list(modules)
+    inner = {id(x) for m in modules if type(m) in _SEQUENCES for x in m.children()}
+    known: dict[tuple[object, ...], SpanPlan] = {}  # models repeat their layers
+    for module in modules:
+        weight = next(module.parameters(), None)
+        if weight is None or (isinstance(module, LinearNormAct) and id(module) in inner):
+            continue
+        judge = judge_of(weight)
+        for found in spans_of(module, lambda linear: id(linear) in names):
+            for part in _taken(found, judge.device):
+                sites = tuple(names[id(x.linear)] for x in part)
+                scales = scales_of(module) if isinstance(module, nn.Sequential) else ("",)
+                layers = tuple(
+                    SpanLayer(x.layer, x.eps, routes[site], bool(scales[x.place]))
+                    for x, site in zip(part, sites, strict=True)
+                )
+                key = (layers, judge)
+                if key not in known:
+                    known[key] = plan_span(layers, judge)
+                spans.append(Span(module, tuple(part), sites, known[key]))
+    return spans
+
+
+def _taken(span: list[FoundLayer], device: Device) -> list[list[FoundLayer]]:
+    """Parts of a span without layers that no kernel takes."""
+    parts: list[list[FoundLayer]] = [[]]
+    for found in span:
+        if takes_once(found.layer, device):
+            parts[-1].append(found)
+        else:
+            parts.append([])
+    return _worth(parts)

@@ -1,0 +1,494 @@
+"""Chains of a conversion: consecutive layers that run as one op where that was measured faster.
+
+Kernels of a chain are those of op gemm_norm, with FP8 or bfloat16 between layers, as in
+`lokakern.chain`, with another limit: the row error of each layer alone is within the budget, as
+that of each product of a route. A chain is used at an m only if it is faster beyond noise than what
+would run instead: for each layer the faster of
+
+- the unquantized layer: the fastest product in bfloat16 with a separate norm and activation, which
+  stand for what torch.compile makes;
+- the layer as converted without chains: the product by its route, with the unquantized norm, whose
+  time is the difference between that of the unquantized layer and of its product. An activation
+  without a norm counts nothing, and neither does a quantizer after a norm with a static scale.
+
+Times are those of the GPU alone, measured or interpolated between measured m, never predicted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import NamedTuple, cast
+
+from lokakern.chain.candidates import GAINS, NONE, TENSOR, Chain, Form, Layer, Step, own_options
+from lokakern.chain.search import LayerOption, best_paths
+from lokakern.conversion.chain_rivals import (
+    ChainJudge,
+    Rivals,
+    SpanLayer,
+    is_product,
+    is_separate,
+)
+from lokakern.conversion.routes import ANY_M, within
+from lokakern.nn.chain_plan import ChainLayer, ChainStep, Steps, plan_text
+from lokakern.registry.register import KERNELS, kernels_for
+from lokakern.selection.ties import within_noise
+from lokakern.types import Device, Granularity, norm_form
+
+MOST_LAYERS = 8  # of one chain
+BFLOAT16 = Form(NONE, NONE)
+SWEEP = "measure them with `handle.suite(m)` and `python -m lokakern.bench sweep --suite FILE`"
+Segments = list[tuple[int, Steps]]
+
+
+class TimedChain(NamedTuple):
+    """The fastest chain within the budget at one m.
+
+    Attributes:
+        m: Rows.
+        steps: Its launches.
+        us: Their time.
+        margin_us: Half-width of its 95 % interval.
+        rival_us: Time of what runs instead.
+        rival_margin_us: Half-width of its 95 % interval.
+        row_err: Error of the chain from those of its layers: the root of the sum of their squares.
+        interpolated: Whether a time is interpolated.
+    """
+
+    m: int
+    steps: tuple[Step, ...]
+    us: float
+    margin_us: float
+    rival_us: float
+    rival_margin_us: float
+    row_err: float
+    interpolated: bool
+
+    @property
+    def is_faster(self) -> bool:
+        """Whether it is faster than what runs instead, beyond noise."""
+        times = (self.us, self.margin_us, self.rival_us, self.rival_margin_us)
+        return self.us < self.rival_us and not within_noise(*times)
+
+    @property
+    def kernels(self) -> str:
+        """Names of kernels in the order of launches."""
+        return ", ".join(step.kernel for step in self.steps)
+
+    @property
+    def used(self) -> Steps:
+        """The launches as in a plan; none if it is not faster."""
+        return tuple(map(_launch, self.steps)) if self.is_faster else ()
+
+
+@dataclass(frozen=True)
+class PlannedChain:
+    """A chain of some layers of a span.
+
+    Attributes:
+        start: Index of the first layer in the span.
+        stop: Index after the last one.
+        layers: The layers.
+        text: The plan, see `lokakern.nn.chain_plan`.
+        times: The fastest chain at each measured m where there is one.
+        why: The reason in a few words.
+    """
+
+    start: int
+    stop: int
+    layers: tuple[ChainLayer, ...]
+    text: str
+    times: tuple[TimedChain, ...] = field(repr=False)
+    why: str
+
+    def explain(self) -> str:
+        """Kernels, times and error at every measured m."""
+        words = ", ".join(f"{x.n} x {x.k} {x.epilogue}" for x in self.layers)
+        lines = [f"chain of {_count(self.layers)} ({words}): {self.why}"]
+        for t in self.times:
+            kind = ", interpolated" if t.interpolated else ""
+            is_used = "" if t.is_faster else ", not used: not faster beyond noise"
+            lines.append(
+                f"  m={t.m}: {t.us:.2f} us{kind}, {t.rival_us:.2f} us without the chain, row_err "
+                f"{t.row_err:.4g} (root of the sum of squares over layers){is_used}"
+            )
+            lines += [f"    {words}" for words in map(_words, t.steps)]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class SpanPlan:
+    """The chains of a span of layers.
+
+    Attributes:
+        chains: They do not overlap.
+        why: Why there is none, or "".
+        missing: Layers without the measurements that chains need.
+    """
+
+    chains: tuple[PlannedChain, ...]
+    why: str = ""
+    missing: tuple[Layer, ...] = ()
+
+
+def plan_span(span: Sequence[SpanLayer], judge: ChainJudge) -> SpanPlan:
+    """Choose the chains of consecutive layers.
+
+    A span is cut into chains, and layers that are left alone, once for all m: so that the gains,
+    each relative to the time of the span, are largest over the measured m.
+    """
+    search = _Search(tuple(span), judge)
+    chains = tuple(search.planned(*ends) for ends in search.best_cuts())
+    why = "" if chains else search.why_none()
+    return SpanPlan(chains, why, search.missing)
+
+
+def takes(layer: Layer, device: Device, writes: Granularity = NONE) -> bool:
+    """Whether any kernel of a device multiplies and normalizes such a layer in one launch.
+
+    Args:
+        layer: The layer.
+        device: The device.
+        writes: Granularity of the output; NONE for bfloat16.
+    """
+    chain = Chain((layer, layer), 16, device, (), None)
+    row, group, block = Granularity.ROW, Granularity.GROUP, Granularity.BLOCK
+    problems = [
+        chain.problem(0, reads, weight, writes)
+        for reads, weight in ((NONE, NONE), (TENSOR, TENSOR), (row, row), (group, block))
+    ]
+    fused = [k for k in kernels_for("gemm_norm", device) if not is_separate(k)]
+    return any(k.refusal(problem, device) is None for k in fused for problem in problems)
+
+
+def _count(layers: Sequence[object]) -> str:
+    return "1 layer" if len(layers) == 1 else f"{len(layers)} layers"
+
+
+def _launch(step: Step) -> ChainStep:
+    problem = step.problem
+    weight = NONE if problem.b is None else problem.b.granularity
+    return ChainStep(
+        step.place, step.kernel, problem.a.granularity, weight, problem.out_granularity
+    )
+
+
+def _words(step: Step) -> str:
+    problem, us = step.problem, step.time.latency_us if step.time else math.nan
+    scales = [str(x).replace("none", "bf16") for x in _launch(step)[2::2]]
+    error = "" if problem.b is None else f", row_err {step.row_err:.4g}"
+    return f"layer {step.place + 1}: {step.kernel} ({scales[0]} to {scales[1]}), {us:.2f} us{error}"
+
+
+def _weight_of(option: LayerOption) -> Granularity:
+    """Granularity of the weight that an option reads."""
+    return cast(Granularity, option.steps[-1].problem.b.granularity)
+
+
+Weights = Mapping[int, Granularity]  # of layers; others may have any
+
+
+class _Search:
+    """The chains of one span."""
+
+    def __init__(self, span: tuple[SpanLayer, ...], judge: ChainJudge) -> None:
+        self._span, self._judge = span, judge
+        self._options: dict[tuple[Layer, int, bool], list[LayerOption]] = {}
+        self._rivals = Rivals(judge)
+        self._found: dict[tuple[object, ...], TimedChain | None] = {}
+        self._quantized: dict[Layer, list[float]] = {}
+        self._sizes = [self._rivals.measured_m(x.layer) for x in span]
+
+    # ---- what was measured
+
+    @property
+    def missing(self) -> tuple[Layer, ...]:
+        """Layers without a time of an unquantized kernel, or of kernels that quantize.
+
+        Before another layer they also need one that writes FP8, if a kernel does.
+        """
+        found: dict[Layer, None] = {}
+        for place, (x, sizes) in enumerate(zip(self._span, self._sizes, strict=True)):
+            is_known = bool(sizes and self._errors(x.layer, sizes))
+            if is_known and place < len(self._span) - 1:
+                is_known = self._writes_fp8(x.layer, sizes) or not takes(
+                    x.layer, self._judge.device, Granularity.ROW
+                )
+            if not is_known:
+                found[x.layer] = None
+        return tuple(found)
+
+    def _writes_fp8(self, layer: Layer, sizes: Sequence[int]) -> bool:
+        return any(
+            option.writes != BFLOAT16 and _weight_of(option) is not NONE
+            for m in sizes
+            for option in self._own_options(layer, m, False, math.inf)
+        )
+
+    def sizes(self, start: int, stop: int) -> list[int]:
+        """The m at which rows of the layers exist, and times of all of them are known."""
+        every = self._sizes[start:stop]
+        if not all(every):
+            return []
+        low, high = max(x[0] for x in every), min(x[-1] for x in every)
+        return sorted({m for x in every for m in x if low <= m <= high})
+
+    def _in_range(self, start: int, stop: int) -> list[int]:
+        low, high = self._judge.m_range or (0, ANY_M)
+        return [m for m in self.sizes(start, stop) if low <= m <= high]
+
+    def _errors(self, layer: Layer, sizes: Sequence[int]) -> list[float]:
+        """Row errors of all measured quantizing kernels of a layer, whatever the budget."""
+        if layer not in self._quantized:
+            self._quantized[layer] = [
+                option.steps[-1].row_err or 0.0
+                for m in sizes
+                for option in self._own_options(layer, m, True, math.inf)
+                if _weight_of(option) is not NONE
+            ]
+        return self._quantized[layer]
+
+    # ---- chains of some layers
+
+    def _own_options(
+        self, layer: Layer, m: int, is_last: bool, limit: float
+    ) -> Iterable[LayerOption]:
+        # In the middle of a chain, or at its end: what a layer can read and write, and nothing
+        # else, depends on its place, and what the first one reads is among it.
+        chain = self._judge.chain((layer,) * (2 if is_last else 3), m)
+        return filter(self._is_usable, own_options(chain, 1, limit))
+
+    def _is_usable(self, option: LayerOption) -> bool:
+        forms = cast(Form, option.reads), cast(Form, option.writes)
+        if TENSOR in {form.written for form in forms} and not self._judge.admits_static:
+            return False
+        # The bound of a norm with a weight or a bias is computed in each call, which was not timed.
+        problem = option.steps[-1].problem
+        if problem.out_granularity is TENSOR and norm_form(problem.epilogue).affine:
+            return False
+        kernels = [KERNELS.get(step.kernel) for step in option.steps]
+        last = kernels[-1]
+        # A kernel that quantizes the weight in each call is for training.
+        quantizes = last is not None and last.quantizes and _weight_of(option) is NONE
+        return None not in kernels and not quantizes
+
+    def _fastest(self, layer: Layer, m: int, is_last: bool) -> list[LayerOption]:
+        """The fastest option of each kind within the budget."""
+        key = layer, m, is_last
+        if key not in self._options:
+            kinds: dict[tuple[object, ...], LayerOption] = {}
+            for option in self._own_options(layer, m, is_last, self._judge.limit):
+                kind = option.reads, option.writes, _weight_of(option)
+                other = kinds.get(kind)
+                if other is None or option[2:4] < other[2:4]:
+                    kinds[kind] = option
+            self._options[key] = list(kinds.values())
+        return self._options[key]
+
+    def at(self, start: int, stop: int, m: int, weights: Weights) -> TimedChain | None:
+        """The fastest chain of some layers within the budget at m; None without one."""
+        key = (start, stop, m, *(weights.get(place) for place in range(start, stop)))
+        if key not in self._found:
+            self._found[key] = self._chain_at(start, stop, m, weights)
+        return self._found[key]
+
+    def _chain_at(self, start: int, stop: int, m: int, weights: Weights) -> TimedChain | None:
+        rivals = [self._rivals.at(x, m) for x in self._span[start:stop]]
+        if None in rivals:
+            return None
+        options = [
+            [
+                option._replace(square=0.0, steps=(option,))
+                for option in self._fastest(self._span[place].layer, m, place == stop - 1)
+                if _weight_of(option) in (NONE, weights.get(place, _weight_of(option)))
+            ]
+            for place in range(start, stop)
+        ]
+        path = next(iter(best_paths(options, BFLOAT16, BFLOAT16)), None)
+        if path is None:
+            return None
+        chosen = [option.steps[0] for option in path.options]
+        gains = [GAINS[norm_form(x.layer.epilogue).last] for x in self._span[start:stop]]
+        square = sum(
+            option.square * math.prod(gains[place + 1 :]) for place, option in enumerate(chosen)
+        )
+        steps = tuple(
+            step._replace(place=place) for place, option in enumerate(chosen)
+            for step in option.steps
+        )  # fmt: skip
+        margin = math.hypot(*(step.time.margin_us for step in steps))
+        known = [rival for rival in rivals if rival is not None]
+        return TimedChain(
+            m, steps, path.time_us, margin, sum(us for us, _ in known),
+            math.hypot(*(margin for _, margin in known)), math.sqrt(square),
+            any(step.interpolated for step in steps),
+        )  # fmt: skip
+
+    def weights(self, start: int, stop: int) -> Weights:
+        """Granularities of weights with the least time in geometric mean over the measured m."""
+        used: dict[int, Counter[Granularity]] = {}
+        for m in self._in_range(start, stop):
+            found = self.at(start, stop, m, {})
+            for step in found.steps if found is not None and found.is_faster else ():
+                scales = _launch(step).weight
+                if scales is not NONE:
+                    used.setdefault(start + step.place, Counter())[scales] += 1
+        first = dict.fromkeys(range(start, stop), NONE)
+        first |= {place: counts.most_common(1)[0][0] for place, counts in used.items()}
+        several = {place: list(counts) for place, counts in used.items() if len(counts) > 1}
+        if not several:
+            return first
+        alike = {scales for counts in several.values() for scales in counts}
+        starts = [first, *({**first, **dict.fromkeys(several, scales)} for scales in alike)]
+        return min(
+            (self._descended(start, stop, weights, several) for weights in starts),
+            key=lambda weights: self._log_gain(start, stop, weights),
+        )
+
+    def _descended(
+        self, start: int, stop: int, weights: dict[int, Granularity],
+        several: Mapping[int, Sequence[Granularity]],
+    ) -> dict[int, Granularity]:  # fmt: skip
+        """Weights that no change of one layer makes faster."""
+        while True:
+            tried = [
+                {**weights, place: scales} for place, every in several.items() for scales in every
+            ]
+            best = min(tried, key=lambda x: self._log_gain(start, stop, x))
+            if not self._log_gain(start, stop, best) < self._log_gain(start, stop, weights):
+                return weights
+            weights = best
+
+    def _log_gain(self, start: int, stop: int, weights: Weights) -> float:
+        """Sum of log(time with the chain / time without) over the measured m."""
+        every = (self.at(start, stop, m, weights) for m in self._in_range(start, stop))
+        return sum(math.log(x.us / x.rival_us) for x in every if x is not None and x.is_faster)
+
+    # ---- the whole span
+
+    def best_cuts(self) -> list[tuple[int, int]]:
+        """First layer, and layer after the last one, of each chain."""
+        count = len(self._span)
+        best: list[tuple[float, list[tuple[int, int]]]] = [(0.0, [])]
+        for stop in range(1, count + 1):
+            gain, cuts = best[-1]
+            for start in range(max(0, stop - MOST_LAYERS), stop):
+                more = self._gain(start, stop)
+                # Of equal gains that of the longest chain, which is tried first, counts.
+                if more > 0 and best[start][0] + more > gain * (1 + 1e-9):
+                    gain, cuts = best[start][0] + more, [*best[start][1], (start, stop)]
+            best.append((gain, cuts))
+        return best[-1][1]
+
+    def _gain(self, start: int, stop: int) -> float:
+        """Sum over the measured m of the gain of a chain relative to the time of the span."""
+        if stop - start == 1 and is_product(self._span[start].layer):
+            return 0.0  # which its route runs
+        weights = self.weights(start, stop)
+        total = 0.0
+        for m in self._in_range(start, stop):
+            found = self.at(start, stop, m, weights)
+            if found is not None and found.is_faster:
+                every = (self._rivals.at(x, m) for x in self._span)
+                total += (found.rival_us - found.us) / sum(x[0] for x in every if x is not None)
+        return total
+
+    def planned(self, start: int, stop: int) -> PlannedChain:
+        """The plan of a chain."""
+        weights = self.weights(start, stop)
+        aligned = self._segments(start, stop, weights)
+        launched = {step for _, steps in aligned for step in steps}
+        read = {s.place: s.weight for s in launched if s.weight is not NONE}
+        layers = tuple(
+            ChainLayer(*x.layer, x.eps, read.get(place, NONE))
+            for place, x in enumerate(self._span[start:stop])
+        )
+        other = [
+            (first, steps if self._takes_odd(self.at(start, stop, first, weights)) else ())
+            for first, steps in aligned
+        ]
+        every = (self.at(start, stop, m, weights) for m in self._in_range(start, stop))
+        times = tuple(found for found in every if found is not None)
+        logs = [math.log(t.rival_us / t.us) for t in times if t.is_faster]
+        at = [t.m for t in times if t.is_faster]
+        why = (
+            f"{math.exp(sum(logs) / len(logs)):.2f}x as fast in geometric mean over m="
+            f"{at[0] if len(at) == 1 else f'{at[0]}..{at[-1]}'}"
+        )
+        text = plan_text(layers, aligned, _merged(other))
+        return PlannedChain(start, stop, layers, text, times, why)
+
+    def _segments(self, start: int, stop: int, weights: Weights) -> Segments:
+        """Launches by ranges of m; none outside the measured ones."""
+
+        def steps(m: int) -> Steps:
+            found = self.at(start, stop, m, weights)
+            return () if found is None else found.used
+
+        sizes = self.sizes(start, stop)
+        found: Segments = [(0, ())]
+        for low, high in pairwise(sizes):
+            found.append((low, steps(low)))
+            while found[-1][1] != steps(high):
+                found.append(_change(found[-1], high, steps))
+        found += [(sizes[-1], steps(sizes[-1])), (sizes[-1] + 1, ())]
+        m_range = self._judge.m_range
+        return _merged(found if m_range is None else within(found, m_range, ()))
+
+    def _takes_odd(self, found: TimedChain | None) -> bool:
+        """Whether the kernels take an m that 16 does not divide."""
+        return found is not None and all(
+            _refusal(step, found.m | 1, self._judge.device) is None for step in found.steps
+        )
+
+    def why_none(self) -> str:
+        """Why there is no chain."""
+        errors = [
+            error for x, sizes in zip(self._span, self._sizes, strict=True)
+            for error in self._errors(x.layer, sizes)
+        ]  # fmt: skip
+        least, limit = min(errors, default=0.0), self._judge.limit
+        if least > limit:
+            return f"over the budget: the least row_err is {least:.4g} > {limit:g}"
+        count = len(self._span)
+        every = [
+            found
+            for stop in range(1, count + 1)
+            for start in range(max(0, stop - MOST_LAYERS), stop)
+            for m in self._in_range(start, stop)
+            if (found := self.at(start, stop, m, {})) is not None
+        ]
+        if not every or not errors:
+            return f"not measured at these sizes: {SWEEP}"
+        best = min(every, key=lambda x: x.us / x.rival_us)
+        return (
+            f"not faster: {best.us:.2f} us at best, at m={best.m}, and {best.rival_us:.2f} us "
+            "without a chain"
+        )
+
+
+def _change(
+    before: tuple[int, Steps], high: int, steps: Callable[[int], Steps]
+) -> tuple[int, Steps]:
+    """The next m with other launches, by bisection; there are others at ``high``."""
+    low, known = before
+    while low < (middle := (low + high) // 32 * 16) < high:  # m that 16 divides
+        low, high = (middle, high) if steps(middle) == known else (low, middle)
+    return high, steps(high)
+
+
+def _merged(segments: Iterable[tuple[int, Steps]]) -> Segments:
+    """Segments without those that repeat the one before; the last of equal starts counts."""
+    found: Segments = []
+    for start, steps in dict(segments).items():
+        if not found or found[-1][1] != steps:
+            found.append((start, steps))
+    return found
+
+
+def _refusal(step: Step, m: int, device: Device) -> str | None:
+    kernel = KERNELS[step.kernel]
+    return kernel.refusal(replace(step.problem, m=m), device)

@@ -1,0 +1,211 @@
+"""Calls of chains by modules: whether a plan holds for a call, and the operands of the op.
+
+Where a plan does not hold, modules run one by one: with gradients, under autocast or a transform of
+torch, for other dtypes, for m without launches, and where a layer, a hook or a mod was changed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, bfloat16, is_grad_enabled, nn
+from torch.compiler import is_compiling
+from torch.nn import Parameter
+
+from lokakern import sampled_check
+from lokakern.epilogue import norm_form
+from lokakern.functional.checks import is_traced
+from lokakern.nn.block_rms_norm import BlockRMSNorm
+from lokakern.nn.chain_plan import ChainLayer, ChainStep, Steps, read_plan, steps_at
+from lokakern.nn.linear import ALTERED, HELD, OFFLOADED, Linear, fuse_quantizers
+from lokakern.nn.routed_chain import run_chain
+from lokakern.nn.routed_matmul import is_known, prepare_to_be_compiled
+from lokakern.registry.register import kernel_named
+from lokakern.types import Granularity
+
+Part = tuple[Linear, nn.Module | None, str]  # a layer, its norm, and the name of its activation
+Words = list[str]  # of a layer of a plan, see `_layer_words`
+_BETWEEN_WORDS, _BETWEEN_LAYERS = "\0", "\1"
+_NONE = "none"
+
+
+def is_plain_call(module: nn.Module) -> bool:
+    """Whether a call of a module runs only its class's forward."""
+    return not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or nn.modules.module._global_forward_hooks
+        or nn.modules.module._global_forward_pre_hooks
+        or "forward" in module.__dict__
+    )
+
+
+def layers_at(x: Tensor, plan: str) -> list[Words]:
+    """The layers of a plan that holds for an input, as words; none if it does not hold."""
+    if is_compiling():
+        if hasattr(x, "device_mesh") or x.is_meta or x.is_nested or x.dim() < 2:
+            return []
+        m = x.numel() // x.shape[-1]  # the size of a shape is no symbol in torch.export
+        found = chain_way(plan, m if is_known(m) else -1, x.dtype, x.device.type)
+    else:
+        if type(x) is not Tensor or is_traced() or x.is_meta or x.is_nested or x.dim() < 2:
+            return []
+        found = chain_way(plan, x.shape[:-1].numel(), x.dtype, x.device.type)
+    words = [layer.split(_BETWEEN_WORDS) for layer in found.split(_BETWEEN_LAYERS)] if found else []
+    return words if words and x.shape[-1] == int(words[0][1]) else []
+
+
+def chain_way(plan: str, m: int, dtype: torch.dtype, device: str) -> str:
+    """Words of the layers of a plan that holds at m, or ""; m is -1 if it is dynamic.
+
+    A constant for compilers. It reads the state of autocast, which Dynamo guards.
+    """
+    if dtype is not bfloat16 or torch.is_autocast_enabled(device):
+        return ""
+    if torch._C._are_functorch_transforms_active():
+        return ""
+    return _words_at(plan, m)
+
+
+@functools.lru_cache(maxsize=4096)
+def _words_at(plan: str, m: int) -> str:
+    layers, *both = read_plan(plan)
+    if m >= 0:
+        cases: list[Steps] = [steps_at(plan, m)]
+        if not m or not cases[0]:
+            return ""
+    else:
+        cases = [steps for segments in both for _, steps in segments]
+    words = (_layer_words(layer, _reads_weight(cases, place)) for place, layer in enumerate(layers))
+    return _BETWEEN_LAYERS.join(map(_BETWEEN_WORDS.join, words))
+
+
+def prepare_chains() -> None:
+    """Mark functions whose results are constants for compilers, see `prepare_to_be_compiled`."""
+    prepare_to_be_compiled(chain_way, fuse_quantizers)
+
+
+def words_of_plan(plan: str) -> list[Words]:
+    """The layers of a plan, as of `layers_at` where all of it holds."""
+    return [_layer_words(layer, True) for layer in read_plan(plan)[0]]
+
+
+def _reads_weight(cases: Sequence[Steps], place: int) -> bool:
+    """Whether the bfloat16 weight of a layer is read, or may be, in one of these cases."""
+    return any(not steps or any(_is_unquantized(step, place) for step in steps) for steps in cases)
+
+
+def _is_unquantized(step: ChainStep, place: int) -> bool:
+    """Whether a launch multiplies by the bfloat16 weight of a layer."""
+    is_at = step.place == place and step.weight is Granularity.NONE
+    return is_at and kernel_named(step.kernel).op == "gemm_norm"
+
+
+def _layer_words(layer: ChainLayer, reads_weight: bool) -> Words:
+    """n, k, "bias", norm, eps, "affine", activation, granularity, and "weight"; or ""."""
+    form = norm_form(layer.epilogue)
+    return [
+        str(layer.n), str(layer.k), "bias" if form.bias else "", str(form.norm), str(layer.eps),
+        "affine" if form.affine else "", form.last, layer.weight.value,
+        "weight" if reads_weight else "",
+    ]  # fmt: skip
+
+
+def has_norm_and_activation(words: Words) -> tuple[bool, bool]:
+    """Whether a layer of a plan has a norm and an activation."""
+    return words[3] != _NONE, words[6] != _NONE
+
+
+def is_part(part: Part, words: Words) -> bool:
+    """Whether a layer and its norm compute what a layer of a plan does."""
+    layer, norm, activation = part
+    n, k, bias, norm_name, eps, affine, last, *_ = words
+    # Numbers of modules may be symbols of a compiler, which it cannot write as text.
+    if layer.out_features != int(n) or layer.in_features != int(k) or activation != last:
+        return False
+    if (layer.bias is not None) != bool(bias):
+        return False
+    if norm is None or type(norm) is nn.Identity:
+        return norm_name == _NONE
+    if type(norm) is BlockRMSNorm:
+        is_same = norm.norm_name == norm_name and norm.columns == int(n)
+        return is_same and norm.eps == float(eps) and not affine
+    if not isinstance(norm, nn.LayerNorm | nn.RMSNorm):
+        return False
+    kind = {nn.LayerNorm: "layer", nn.RMSNorm: "rms"}.get(type(norm))
+    _, norm_weight, norm_bias = _vectors(part)
+    shape = norm.normalized_shape
+    return (
+        norm_name == kind
+        and len(shape) == 1
+        and shape[0] == int(n)
+        and norm.eps == float(eps)
+        and (norm_weight is not None or norm_bias is not None) == bool(affine)
+    )
+
+
+def _vectors(part: Part) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Bias, and weight and bias of the norm."""
+    layer, norm, _ = part
+    if isinstance(norm, nn.LayerNorm):
+        return layer.bias, norm.weight, norm.bias
+    return layer.bias, norm.weight if isinstance(norm, nn.RMSNorm) else None, None
+
+
+def call_parts(
+    x: Tensor, plan: str, layers: Sequence[Words], parts: Sequence[Part]
+) -> Tensor | None:
+    """The output of a chain, or None where its modules have to run one by one."""
+    operands: list[Tensor | None] = []
+    for part, words in zip(parts, layers, strict=True):
+        layer, norm, _ = part
+        granularity, reads_weight = words[7], words[8]
+        is_plain = is_plain_call(layer) and (norm is None or is_plain_call(norm))
+        if not is_plain or not _is_usual(layer):
+            return None
+        found: tuple[Tensor | None, Tensor | None] = (None, None)
+        if granularity != _NONE:
+            kept = layer.chain_weight(granularity)
+            if kept is None or kept[0].device != x.device:
+                return None
+            found = kept
+        # A compiled graph does not check tensors that it does not read.
+        weight = layer.weight if reads_weight or not is_compiling() else None
+        vectors = _vectors(part)
+        for tensor in (weight, *vectors):
+            if tensor is not None and not _is_usual_tensor(tensor, x):
+                return None
+        operands += [weight if reads_weight else None, *found, *vectors]
+    if is_grad_enabled() and _wants_gradients(x, parts):
+        return None
+    if is_compiling():
+        fuse_quantizers()  # and the direct call of the op
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    y = run_chain(rows, operands, plan)
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
+
+
+def _wants_gradients(x: Tensor, parts: Sequence[Part]) -> bool:
+    for part in parts:
+        for tensor in (part[0].weight, *_vectors(part)):
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return x.requires_grad
+
+
+def _is_usual(layer: Linear) -> bool:
+    """Whether a layer multiplies its weight as it is, on the device, and is not checked."""
+    plan = layer._plan
+    flags = plan.partition("\0")[0]
+    is_whole = ALTERED not in flags or HELD in flags
+    return is_whole and OFFLOADED not in flags and not sampled_check.is_checked(plan)
+
+
+def _is_usual_tensor(tensor: Tensor, x: Tensor) -> bool:
+    # Tensors that a compiler traces have other types; a parameter is one of either.
+    is_own = type(tensor) in (Parameter, Tensor) or (
+        is_compiling() and not hasattr(tensor, "device_mesh")
+    )
+    return is_own and tensor.dtype is bfloat16 and tensor.device == x.device

@@ -1,0 +1,264 @@
+"""Chains by plan: several layers in one op, whose launches were chosen ahead for ranges of m.
+
+The op looks up the launches when it runs, not when it is traced, because m may be dynamic. Where
+the plan has none, it computes the layers unquantized. On another device a kernel's emulation runs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+from torch.nn import functional
+
+from lokakern.chain.launches import Matrix, empty_matrix, kernel_on, launcher_of, read_as
+from lokakern.device import current_device
+from lokakern.epilogue import norm_form
+from lokakern.functional.norm_checks import aligned_epilogue
+from lokakern.functional.quantize import dequantize
+from lokakern.functional.static_scale import new_bound_scale
+from lokakern.native import NATIVE, recorded_op
+from lokakern.nn.block_rms_norm import block_rms_norm
+from lokakern.nn.chain_plan import ChainLayer, read_plan, steps_at
+from lokakern.nn.routed_matmul import OPS, equal_scales, fp8_on, row_major
+from lokakern.norm import Norm, largest
+from lokakern.numerics import SMALLEST_SCALE
+from lokakern.quantized_tensor import ROW_BYTES
+from lokakern.registry.register import Kernel, fp8_format
+from lokakern.types import Granularity, NormEpilogue, QuantizedTensor
+
+_LIBRARY = torch.library.Library("lokakern", "FRAGMENT")
+_ACTIVATIONS = {
+    "relu": functional.relu, "hardswish": functional.hardswish, "silu": functional.silu,
+}  # fmt: skip
+
+
+class LayerOperands(NamedTuple):
+    """The tensors of a layer, in the order of the op's ``operands``.
+
+    Attributes:
+        weight: ``[n, k]``, bfloat16; None if no step at this m reads it.
+        data: FP8 data of the weight as `quantize` lays them out, or their bytes; None without a
+            granularity.
+        scale: Its scales, as ``data``.
+        bias: ``[n]``, bfloat16, or None.
+        norm_weight: ``[n]``, or None.
+        norm_bias: ``[n]``, or None.
+    """
+
+    weight: Tensor | None
+    data: Tensor | None
+    scale: Tensor | None
+    bias: Tensor | None
+    norm_weight: Tensor | None
+    norm_bias: Tensor | None
+
+
+WIDTH = len(LayerOperands._fields)
+
+
+class _Step(NamedTuple):
+    """A launch at some m, on a device.
+
+    Attributes:
+        place: Index of the layer.
+        kernel: The kernel, or its emulation.
+        reads: As of `ChainStep`.
+        weight: As of `ChainStep`.
+        writes: As of `ChainStep`.
+        columns: Of the output.
+    """
+
+    place: int
+    kernel: Kernel
+    reads: Granularity
+    weight: Granularity
+    writes: Granularity
+    columns: int
+
+
+class _Form(NamedTuple):
+    """A layer's epilogue without tensors."""
+
+    norm: Norm
+    activation: str
+
+
+@functools.lru_cache(maxsize=4096)
+def _steps(plan: str, m: int, device: torch.device) -> tuple[_Step, ...]:
+    layers, *_ = read_plan(plan)
+    found = []
+    for step in steps_at(plan, m):
+        kernel, layer = kernel_on(step.kernel, device), layers[step.place]
+        columns = layer.n if kernel.op == "gemm_norm" else layer.k
+        found.append(_Step(step.place, kernel, step.reads, step.weight, step.writes, columns))
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=1024)
+def _forms(plan: str) -> tuple[_Form, ...]:
+    layers, *_ = read_plan(plan)
+    forms = [norm_form(layer.epilogue) for layer in layers]
+    return tuple(
+        _Form(form.norm._replace(eps=layer.eps), form.last)
+        for form, layer in zip(forms, layers, strict=True)
+    )
+
+
+def _operands_of(operands: Sequence[Tensor | None]) -> list[LayerOperands]:
+    return [
+        LayerOperands(*operands[first : first + WIDTH]) for first in range(0, len(operands), WIDTH)
+    ]
+
+
+def run_chain(x: Tensor, operands: Sequence[Tensor | None], plan: str) -> Tensor:
+    """The layers of a plan in bfloat16, by its launches at this m; there are no gradients.
+
+    Args:
+        x: ``[m, k]``, bfloat16; m may be 0.
+        operands: Those of each layer, one after the other, see `LayerOperands`.
+        plan: See `lokakern.nn.chain_plan`.
+
+    Returns:
+        ``[m, n]`` with the n of the last layer, bfloat16. Where the plan has no launches at this m,
+        the layers are computed unquantized, each as its modules would.
+    """
+    if not is_compiling():
+        call = NATIVE.call_op  # without the dispatcher, which modes of functions would see
+        if call is not None and not torch._C._is_torch_function_mode_enabled():
+            found = call("lokakern::routed_chain", x, operands, plan)
+            if found is not None:
+                return found  # type: ignore[no-any-return]
+    out: Tensor = OPS.routed_chain(x, operands, plan)
+    return out
+
+
+def _chain(x: Tensor, operands: Sequence[Tensor | None], plan: str) -> Tensor:
+    """See `run_chain`."""
+    layers, *_ = read_plan(plan)
+    m, forms = x.shape[0], _forms(plan)
+    given = [
+        LayerOperands(*operands[first : first + WIDTH]) for first in range(0, len(operands), WIDTH)
+    ]
+    if not m:
+        return _chain_fake(x, operands, plan)
+    with torch.autocast(x.device.type, enabled=False):  # emulations multiply in float32
+        steps = _steps(plan, m, x.device)
+        if steps:
+            return _launched(x, layers, forms, given, steps)
+        for layer, form, tensors in zip(layers, forms, given, strict=True):
+            x = _unquantized(x, layer, form, tensors)
+        return x
+
+
+def _launched(
+    x: Tensor,
+    layers: Sequence[ChainLayer],
+    forms: Sequence[_Form],
+    given: Sequence[LayerOperands],
+    steps: Sequence[_Step],
+) -> Tensor:
+    """The launches of a chain; tensors between layers are new in each call."""
+    m, device, fp8 = x.shape[0], x.device, fp8_on(x.device)
+    written: Matrix = row_major(x.detach())
+    known = ""  # the static scale of what was written, if it depends on no tensor
+    for step in steps:
+        layer, form, tensors = layers[step.place], forms[step.place], given[step.place]
+        left = read_as(written, step.reads) if not known else _spread(written, step.reads, known)
+        scale, known = None, ""
+        if step.writes is Granularity.TENSOR and step.kernel.op == "gemm_norm":
+            scale, known = _static_scale(x, layer, form, tensors)
+        out = empty_matrix(m, step.columns, step.writes, scale, fp8, device)
+        right, epilogue = None, NormEpilogue()
+        if step.kernel.op == "gemm_norm":
+            right = _right(layer, tensors, step.weight, fp8)
+            vectors = (tensors.bias, tensors.norm_weight, tensors.norm_bias)
+            epilogue = aligned_epilogue(NormEpilogue(form.norm, *vectors, form.activation))
+        launcher_of(step.kernel, left, right, out, epilogue)(left, out)
+        written = out
+    assert isinstance(written, Tensor)  # a plan ends in bfloat16
+    return written
+
+
+def _spread(written: Matrix, scales: Granularity, scale: str) -> QuantizedTensor:
+    """FP8 with a static scale as the next layer reads it, without a launch."""
+    assert isinstance(written, QuantizedTensor)
+    return QuantizedTensor(written.data, equal_scales(scales, written.data, scale), scales)
+
+
+def _static_scale(
+    x: Tensor, layer: ChainLayer, form: _Form, tensors: LayerOperands
+) -> tuple[Tensor, str]:
+    """The static scale of a layer's output, and its text if it depends on no tensor.
+
+    Such a scale is kept. That of a weight or a bias of the norm is computed in each call, because a
+    recorded call does not know their versions.
+    """
+    fp8 = fp8_format(current_device(x.device.type, x.device.index or 0))
+    weight, bias = tensors.norm_weight, tensors.norm_bias
+    bound = largest(form.norm, layer.n)
+    if weight is not None or bias is not None:
+        return new_bound_scale(bound, fp8, weight, bias, x.device), ""
+    text = repr(max(float(np.float32(bound) / np.float32(fp8.maximum)), SMALLEST_SCALE))
+    return equal_scales(Granularity.TENSOR, x, text), text
+
+
+def _right(
+    layer: ChainLayer, tensors: LayerOperands, scales: Granularity, fp8: torch.dtype
+) -> Matrix:
+    """The right operand ``[k, n]`` of a launch."""
+    if scales is not Granularity.NONE:
+        return _quantized_weight(layer, tensors, fp8).t()
+    return row_major(_weight(layer, tensors, fp8).detach()).t()
+
+
+def _weight(layer: ChainLayer, tensors: LayerOperands, fp8: torch.dtype) -> Tensor:
+    """The weight in bfloat16, ``[n, k]``; from its FP8 form if it is not given."""
+    if tensors.weight is not None:
+        return tensors.weight
+    return dequantize(_quantized_weight(layer, tensors, fp8))
+
+
+def _quantized_weight(
+    layer: ChainLayer, tensors: LayerOperands, fp8: torch.dtype
+) -> QuantizedTensor:
+    """Data and scales of a weight, which may be bytes, in the layout of `quantize`."""
+    n, k, scales = layer.n, layer.k, layer.weight
+    data, scale = tensors.data, tensors.scale
+    assert data is not None and scale is not None
+    pitch = -(-k // ROW_BYTES) * ROW_BYTES
+    data = data.view(fp8).as_strided((n, k), (pitch, 1))
+    shape = scales.scale_shape(n, k)
+    scale = scale.view(scales.scale_dtype).as_strided(shape, scales._scale_stride(*shape))
+    return QuantizedTensor(data, scale, scales)
+
+
+def _unquantized(x: Tensor, layer: ChainLayer, form: _Form, tensors: LayerOperands) -> Tensor:
+    """A layer in torch's operators, as its modules compute it."""
+    weight, shift, norm, columns = tensors.norm_weight, tensors.norm_bias, form.norm, (layer.n,)
+    y = functional.linear(x, _weight(layer, tensors, fp8_on(x.device)), tensors.bias)
+    if norm.kind == "layer":
+        y = functional.layer_norm(y, columns, weight, shift, norm.eps)
+    else:
+        if norm.kind == "rms":
+            y = functional.rms_norm(y, columns, weight, norm.eps)
+        elif norm.kind == "block_rms":
+            y = block_rms_norm(y, norm.block, norm.eps)
+        if weight is not None and norm.kind != "rms":
+            y = y * weight
+        y = y if shift is None else y + shift
+    return y if form.activation == "none" else _ACTIVATIONS[form.activation](y)
+
+
+def _chain_fake(x: Tensor, operands: Sequence[Tensor | None], plan: str) -> Tensor:
+    layers, *_ = read_plan(plan)
+    return x.new_empty((x.shape[0], layers[-1].n), dtype=torch.bfloat16)
+
+
+recorded_op(_LIBRARY, "routed_chain(Tensor x, Tensor?[] operands, str plan) -> Tensor", _chain)
+torch.library.register_fake("lokakern::routed_chain", _chain_fake, lib=_LIBRARY)
