@@ -195,7 +195,7 @@ def sweep(
             cases = _checked(cases, name, where, kernel or (), device)
         if for_model:
             cases = _most_doubtful(cases, read(), regime, device, ranks)
-            if not cases:
+            if not cases and fitted is None:
                 return
         if prebuild:
             _prebuild(cases, device, kernel or (), quiet)

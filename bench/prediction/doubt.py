@@ -30,7 +30,8 @@ class Doubtful:
     """The cases to measure first, and what is left.
 
     Attributes:
-        places: Indices of the cases to measure, the most doubtful first.
+        places: Indices of the cases to measure, the most doubtful first; none where no measured
+            time changes the choice.
         certain: Number of predicted cases that are left.
         measured: Number of cases with measured times.
         unpredicted: Number of cases that the model does not cover.
@@ -91,12 +92,17 @@ def doubtful(
     finally:
         dispatcher.use_snapshot(None)
     doubts.sort()
-    kept = [place for _, place in doubts[: math.ceil(SHARE * len(doubts))]]
+    first = doubts[: math.ceil(SHARE * len(doubts))]
+    kept = [place for doubt, place in first if doubt < math.inf]
     return Doubtful(tuple(kept), len(doubts) - len(kept), measured, unpredicted)
 
 
 def distance(found: Prediction) -> float:
-    """Distance of the lower end of a speedup from 1, in widths of its interval."""
-    if not found.quantizing:
-        return math.inf  # no measurement of time changes the choice
+    """Distance of the lower end of a speedup from 1, in widths of its interval.
+
+    Infinite where no measured time changes the choice: no kernel quantizes within the budget, or
+    the host takes longer than the GPU at both ends.
+    """
+    if not found.quantizing or found.low == found.high:
+        return math.inf
     return abs(math.log(found.low)) / math.log(found.high / found.low)

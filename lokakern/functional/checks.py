@@ -119,14 +119,23 @@ def gemm_problem(
     )  # fmt: skip
 
 
-def check_matrix(op: str, name: str, x: Any) -> None:
-    if not isinstance(x, Tensor):
-        raise FormatError(f"{op}: {name} is {type(x).__name__}; expected a torch.Tensor")
+def check_untraced(op: str) -> None:
+    """Check that nothing records operations; in every call, also where other checks are spared.
+
+    Raises:
+        UnsupportedError: See `is_traced`.
+    """
     if is_traced():
         raise UnsupportedError(
             f"{op}: torch.func, torch.jit.trace and forward-mode AD cannot trace kernels: call it "
             "outside of them, or use torch.compile and backward()"
         )
+
+
+def check_matrix(op: str, name: str, x: Any) -> None:
+    if not isinstance(x, Tensor):
+        raise FormatError(f"{op}: {name} is {type(x).__name__}; expected a torch.Tensor")
+    check_untraced(op)
     if x.layout is not torch.strided:
         raise FormatError(f"{op}: {name} is {x.layout}; expected a dense tensor (use .to_dense())")
     if x.dim() != 2:

@@ -13,7 +13,7 @@ from torch.compiler import is_compiling
 
 from lokakern.device import current_device
 from lokakern.errors import FormatError, ShapeError, UnknownNameError, UnsupportedError
-from lokakern.functional.checks import check_matrix, check_out, checked_scale
+from lokakern.functional.checks import check_matrix, check_out, check_untraced, checked_scale
 from lokakern.functional.norm_checks import (
     MATRICES,
     Cross,
@@ -206,6 +206,7 @@ def gemm_norm(
             (bias, norm_weight, norm_bias), out, (out_format, out_granularity, out_scale), budget,
             distribution, on_miss,
         )  # fmt: skip
+    check_untraced("gemm_norm")
     epilogue = epilogue_of_call(
         "gemm_norm", norm=norm, eps=eps, activation=activation, gate=gate, residual=residual,
         residual_last=residual_last, cross=cross, bias=bias, norm_weight=norm_weight,

@@ -14,6 +14,7 @@ from lokakern.errors import FormatError, ShapeError
 from lokakern.functional.checks import (
     check_matrix,
     check_same_device,
+    check_untraced,
     granularity_named,
     operand_of,
 )
@@ -276,6 +277,7 @@ def dequantize(x: QuantizedTensor, out_format: Format | str = Format.BFLOAT16) -
 
 
 def dequantize_by(choose: Chooser, x: QuantizedTensor, out_format: Format | str) -> Tensor:
+    check_untraced("dequantize")
     form = format_named("dequantize", out_format)
     if form.is_fp8:
         raise FormatError(f"dequantize: out_format is {form.value!r}; expected bfloat16 or float32")

@@ -17,6 +17,7 @@ from lokakern.functional.checks import (
     check_matrix,
     check_out,
     check_same_device,
+    check_untraced,
     checked_scale,
     operand_of,
 )
@@ -140,6 +141,7 @@ def scaled_gemm_by(
     batch_invariant: bool = False,
 ) -> Tensor | QuantizedTensor:
     """`scaled_gemm` with the kernel that ``choose`` returns."""
+    check_untraced("scaled_gemm")
     slices = _checked_operands(a, b)
     first = slices[0]
     m, k = first.shape[0], b.shape[0]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 import lokakern
@@ -288,3 +289,33 @@ def test_ops_pass_opcheck() -> None:
         for form in ("tensor", "row", "1x128", "128x128"):
             for op in (ops.quantize, ops.quantize_transpose, ops.quantize_transpose_sums):
                 torch.library.opcheck(op.default, (x, form, "e5m2", False), test_utils=checks)
+
+
+@pytest.mark.parametrize("op", ["gemm_norm", "scaled_gemm", "dequantize"])
+def test_transforms_that_kernels_would_miss_are_refused_in_every_call(op: str) -> None:
+    """Also where an equal call before has passed the checks, and with operands made outside."""
+    left, right = lokakern.quantize(X, "row"), lokakern.quantize(W, "row").t()
+
+    def call(x: Tensor, bias: Tensor) -> Tensor:
+        if op == "gemm_norm":
+            return lokakern.gemm_norm(x, W.t(), norm="layer", bias=bias)
+        if op == "scaled_gemm":
+            made = lokakern.scaled_gemm(left, right, bias=bias)
+            assert isinstance(made, Tensor)
+            return made
+        return lokakern.dequantize(QuantizedTensor(left.data, x[:, :1].float(), left.granularity))
+
+    def loss(x: Tensor) -> Tensor:
+        return call(x, BIAS).float().sum()
+
+    call(X, BIAS)
+    refused = pytest.raises(lokakern.errors.UnsupportedError, match=f"{op}: torch.func")
+    with refused, forward_ad.dual_level():
+        call(forward_ad.make_dual(X, X), BIAS)  # type: ignore[no-untyped-call]
+    with refused:
+        torch.func.grad(loss)(X)
+    with refused:
+        torch.func.vmap(lambda bias: call(X, bias))(BIAS[None])
+    with refused:
+        torch.jit.trace(call, (X, BIAS), check_trace=False)
+    call(X, BIAS)

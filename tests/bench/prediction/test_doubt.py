@@ -15,6 +15,7 @@ from lokakern.registry.snapshot.loading import load_snapshot
 from lokakern.registry.storage.paths import shipped_databases
 from lokakern.selection import dispatcher
 from lokakern.selection.prediction.forecast import Prediction
+from lokakern.types import ErrorBudget
 from lokakern.workloads.suites import Case
 
 
@@ -40,6 +41,22 @@ def test_doubt_is_largest_where_the_lower_end_is_nearest_to_one() -> None:
              prediction(0.5, 0.6), prediction(1, 1, "")]  # fmt: skip
     assert sorted(order, key=distance) == order
     assert distance(prediction(0.9, 2.0)) < distance(prediction(0.9, 1.05))  # less is known
+
+
+def test_an_interval_without_width_is_not_in_doubt() -> None:
+    """Both ends are equal where the host takes longer than the GPU."""
+    assert distance(prediction(0.8, 0.8)) == math.inf
+    assert distance(prediction(1.0, 1.0)) == math.inf
+
+
+def test_cases_that_no_time_changes_are_not_measured(
+    predicting: None, shipped, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = shipped.find_device("NVIDIA H200")
+    monkeypatch.setattr("lokakern.bench.prediction.doubt.BUDGET", ErrorBudget(row_err=1e-9))
+    shapes = [(8192, 16 * n, 16 * 65) for n in (21, 70, 131, 165)]
+    found = doubtful([Case(make_problem("gemm", s), "X1") for s in shapes], device, None, shipped)
+    assert (found.places, found.certain) == ((), len(shapes))
 
 
 def test_a_quarter_of_the_predicted_cases_is_kept_and_the_rest_counted(
