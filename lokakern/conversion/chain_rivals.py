@@ -13,6 +13,7 @@ from lokakern.problems import make_problem
 from lokakern.registry.register import KERNELS, Kernel, fp8_format
 from lokakern.selection import dispatcher
 from lokakern.selection.candidates import Candidate, Time
+from lokakern.selection.padded_rows import padded_problem
 from lokakern.selection.table import Table
 from lokakern.types import Device, Operand, Problem, norm_form
 
@@ -85,11 +86,7 @@ class Rivals:
 
     def _by_route(self, x: SpanLayer, m: int, plain: Time) -> Iterator[tuple[float, float]]:
         """The time of a layer as converted, if that of its product is known."""
-        norm = 0.0
-        if norm_form(x.layer.epilogue).norm.kind != "none":
-            alone = problem_of("output", 16, x.layer.n, x.layer.k)
-            product = self._table_of(alone).plain_at(m)
-            norm = 0.0 if product is None else max(0.0, plain.gpu_us - product.gpu_us)
+        norm = self._norm_us(x.layer, m, plain)
         if not x.route.choices:
             return
         table, name = x.route.choices[0].table, kernel_at(x.route.text, m)
@@ -108,6 +105,16 @@ class Rivals:
         if found is not None:
             margin = found.margin_us if not found.is_of_host else 0.0
             yield found.gpu_us + norm, margin
+
+    def _norm_us(self, layer: Layer, m: int, plain: Time) -> float:
+        """What a norm adds to a product; 0 if unknown, as where a compiler pads unaligned rows."""
+        if norm_form(layer.epilogue).norm.kind == "none":
+            return 0.0
+        alone = problem_of("output", 16, layer.n, layer.k)
+        if padded_problem(alone) is not None:
+            return 0.0
+        product = self._table_of(alone).plain_at(m)
+        return 0.0 if product is None else max(0.0, plain.gpu_us - product.gpu_us)
 
     def _without_quantizer(self, layer: Layer, name: str, m: int) -> Time | None:
         """The time of the GEMM of a composition."""
