@@ -617,9 +617,9 @@ def test_a_graph_of_dynamic_m_has_one_op(backend: str) -> None:
         for m in (48, 17, 16, 15, 5, 2):
             y = compiled(rows(m))  # not a view, whose memory would be one more size
             assert torch.allclose(y, model(rows(m)), rtol=0.02, atol=0.02)
-        # Inductor may compile anew for few rows.
-        assert counter.frame_count == 1 or (backend == "inductor" and counter.frame_count == 2)
-        assert all("routed_chain" in graph.code for graph in counter.graphs)
+        # With a cold cache, Inductor also hands over a graph without nodes.
+        (graph,) = (graph for graph in counter.graphs if len(graph.graph.nodes) > 1)
+        assert "routed_chain" in graph.code
 
 
 def test_exported_models() -> None:
