@@ -6,7 +6,6 @@ A forward that cannot be traced, or that depends on ``training``, is left alone.
 
 from __future__ import annotations
 
-import copy
 import functools
 import operator
 from abc import abstractmethod
@@ -14,11 +13,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.passes.tools_common import legalize_graph
 from torch.nn import functional
 
 from lokakern.errors import UnsupportedError
@@ -27,6 +24,7 @@ from lokakern.nn.adoption import resize
 from lokakern.nn.linear import Linear, Routed
 from lokakern.nn.module_scan import Joined
 from lokakern.nn.token_mixing import mix_tokens
+from lokakern.nn.traced_forward import forward_of, traced
 
 _PLAIN = (nn.Linear, Linear)
 
@@ -140,11 +138,7 @@ class _Joining(Mod):
                 after = f"{self.kind.__name__} of {len(nodes)}"
                 editor.done(self, site, names, after, self.effect)
             if groups:
-                rewritten = legalize_graph(fx.GraphModule(parent, graph))
-                rewritten.recompile()
-                forward = type(rewritten).forward
-                _GRAPHS[forward] = rewritten.graph
-                editor.set(parent, "forward", MethodType(forward, parent))
+                editor.set(parent, "forward", MethodType(forward_of(parent, graph), parent))
 
 
 @dataclass(frozen=True)
@@ -285,14 +279,6 @@ def _is_transposed(node: Any) -> bool:
     return name == "permute" and places == [0, 2, 1]
 
 
-_GRAPHS: WeakKeyDictionary[Any, fx.Graph] = WeakKeyDictionary()  # of rewritten forwards
-
-
-class _Tracer(fx.Tracer):
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return True
-
-
 def _graphs(
     mod: Mod, editor: Editor, has_site: Callable[[nn.Module], bool]
 ) -> Iterator[tuple[str, nn.Module, fx.Graph]]:
@@ -301,34 +287,11 @@ def _graphs(
         if type(parent).__module__.startswith("torch.") or not has_site(parent):
             continue
         try:
-            graph = _traced(parent)
-            why = "its forward depends on whether it trains"
-        except Exception as error:  # fx raises whatever a forward does with a proxy
-            graph, why = None, f"torch.fx cannot trace it: {error}"
-        if graph is None:
-            editor.left(mod, name, type(parent).__name__, why)
+            graph = traced(parent)
+        except UnsupportedError as error:
+            editor.left(mod, name, type(parent).__name__, str(error))
         else:
             yield name, parent, graph
-
-
-def _traced(parent: nn.Module) -> fx.Graph | None:
-    """The graph of a forward; None if the graphs of training and evaluation differ."""
-    own = vars(parent).get("forward")
-    if own is not None:
-        known = _GRAPHS.get(getattr(own, "__func__", None))
-        if known is None:
-            raise UnsupportedError("it has a forward of its own, beside that of its class")
-        return copy.deepcopy(known)
-    was_training = parent.training
-    graphs = []
-    try:
-        for mode in (True, False):
-            parent.training = mode  # not of its children, which are not traced
-            graphs.append(_Tracer().trace(parent))
-    finally:
-        parent.training = was_training
-    codes = [graph.python_code("self").src for graph in graphs]
-    return graphs[0] if codes[0] == codes[1] else None
 
 
 def _layers(

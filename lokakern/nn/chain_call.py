@@ -25,7 +25,7 @@ from lokakern.nn.routed_matmul import is_known, prepare_to_be_compiled
 from lokakern.registry.register import kernel_named
 from lokakern.types import Granularity
 
-Part = tuple[Linear, nn.Module | None, str]  # a layer, its norm, and the name of its activation
+Part = tuple[Linear, nn.Module | None, str]  # a layer, its norm, and its activation or "cross"
 Words = list[str]  # of a layer of a plan, see `_layer_words`
 _BETWEEN_WORDS, _BETWEEN_LAYERS = "\0", "\1"
 _NONE = "none"
@@ -155,9 +155,18 @@ def _vectors(part: Part) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
 
 
 def call_parts(
-    x: Tensor, plan: str, layers: Sequence[Words], parts: Sequence[Part]
-) -> Tensor | None:
-    """The output of a chain, or None where its modules have to run one by one."""
+    x: Tensor, plan: str, layers: Sequence[Words], parts: Sequence[Part],
+    beside: Sequence[Tensor] = (),
+) -> Tensor | None:  # fmt: skip
+    """The output of a chain, or None where its modules have to run one by one.
+
+    Args:
+        x: The input.
+        plan: The plan.
+        layers: Those of `layers_at`.
+        parts: The modules of each layer.
+        beside: x0 and x of a cross, which is the last layer's; none without one.
+    """
     operands: list[Tensor | None] = []
     for part, words in zip(parts, layers, strict=True):
         layer, norm, _ = part
@@ -178,7 +187,15 @@ def call_parts(
             if tensor is not None and not _is_usual_tensor(tensor, x):
                 return None
         operands += [weight if reads_weight else None, *found, *vectors]
-    if is_grad_enabled() and _wants_gradients(x, parts):
+    for tensor in beside:
+        if not _is_usual_tensor(tensor, x) or tensor.dim() != x.dim():
+            return None
+        # Compared one by one, because sizes may be symbols of a compiler.
+        sizes = (*x.shape[:-1], int(layers[-1][0]))
+        if any(size != wanted for size, wanted in zip(tensor.shape, sizes, strict=True)):
+            return None
+        operands.append(tensor if x.dim() == 2 else tensor.reshape(-1, sizes[-1]))
+    if is_grad_enabled() and _wants_gradients(x, parts, beside):
         return None
     if is_compiling():
         fuse_quantizers()  # and the direct call of the op
@@ -187,11 +204,14 @@ def call_parts(
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
 
-def _wants_gradients(x: Tensor, parts: Sequence[Part]) -> bool:
+def _wants_gradients(x: Tensor, parts: Sequence[Part], beside: Sequence[Tensor]) -> bool:
     for part in parts:
         for tensor in (part[0].weight, *_vectors(part)):
             if tensor is not None and tensor.requires_grad:
                 return True
+    for tensor in beside:
+        if tensor.requires_grad:
+            return True
     return x.requires_grad
 
 

@@ -49,6 +49,9 @@ class LayerOperands(NamedTuple):
         bias: ``[n]``, bfloat16, or None.
         norm_weight: ``[n]``, or None.
         norm_bias: ``[n]``, or None.
+        x0: ``[m, n]``, bfloat16, of DCN's cross ``x0 * y + x``. It and `x` follow the other
+            operands of a layer whose epilogue has a cross, and of no other layer.
+        x: As `x0`.
     """
 
     weight: Tensor | None
@@ -57,9 +60,13 @@ class LayerOperands(NamedTuple):
     bias: Tensor | None
     norm_weight: Tensor | None
     norm_bias: Tensor | None
+    x0: Tensor | None = None
+    x: Tensor | None = None
 
 
-WIDTH = len(LayerOperands._fields)
+CROSS = "cross"
+_BESIDE = 2  # operands of a cross
+WIDTH = len(LayerOperands._fields) - _BESIDE  # operands of a layer without a cross
 
 
 class _Step(NamedTuple):
@@ -86,7 +93,7 @@ class _Form(NamedTuple):
     """A layer's epilogue without tensors."""
 
     norm: Norm
-    activation: str
+    last: str  # an activation, or a cross
 
 
 @functools.lru_cache(maxsize=4096)
@@ -110,10 +117,14 @@ def _forms(plan: str) -> tuple[_Form, ...]:
     )
 
 
-def _operands_of(operands: Sequence[Tensor | None]) -> list[LayerOperands]:
-    return [
-        LayerOperands(*operands[first : first + WIDTH]) for first in range(0, len(operands), WIDTH)
-    ]
+def _operands_of(operands: Sequence[Tensor | None], forms: Sequence[_Form]) -> list[LayerOperands]:
+    """The operands of each layer."""
+    found, first = [], 0
+    for form in forms:
+        width = WIDTH + _BESIDE * (form.last == CROSS)
+        found.append(LayerOperands(*operands[first : first + width]))
+        first += width
+    return found
 
 
 def run_chain(x: Tensor, operands: Sequence[Tensor | None], plan: str) -> Tensor:
@@ -142,11 +153,9 @@ def _chain(x: Tensor, operands: Sequence[Tensor | None], plan: str) -> Tensor:
     """See `run_chain`."""
     layers, *_ = read_plan(plan)
     m, forms = x.shape[0], _forms(plan)
-    given = [
-        LayerOperands(*operands[first : first + WIDTH]) for first in range(0, len(operands), WIDTH)
-    ]
     if not m:
         return _chain_fake(x, operands, plan)
+    given = _operands_of(operands, forms)
     with torch.autocast(x.device.type, enabled=False):  # emulations multiply in float32
         steps = _steps(plan, m, x.device)
         if steps:
@@ -178,7 +187,13 @@ def _launched(
         if step.kernel.op == "gemm_norm":
             right = _right(layer, tensors, step.weight, fp8)
             vectors = (tensors.bias, tensors.norm_weight, tensors.norm_bias)
-            epilogue = aligned_epilogue(NormEpilogue(form.norm, *vectors, form.activation))
+            is_crossed = form.last == CROSS
+            epilogue = NormEpilogue(form.norm, *vectors, "none" if is_crossed else form.last)
+            if is_crossed:
+                assert tensors.x0 is not None and tensors.x is not None
+                x0, last = (row_major(y.detach(), apart=True) for y in (tensors.x0, tensors.x))
+                epilogue = epilogue._replace(x0=x0, x=last)
+            epilogue = aligned_epilogue(epilogue)
         launcher_of(step.kernel, left, right, out, epilogue)(left, out)
         written = out
     assert isinstance(written, Tensor)  # a plan ends in bfloat16
@@ -252,7 +267,10 @@ def _unquantized(x: Tensor, layer: ChainLayer, form: _Form, tensors: LayerOperan
         if weight is not None and norm.kind != "rms":
             y = y * weight
         y = y if shift is None else y + shift
-    return y if form.activation == "none" else _ACTIVATIONS[form.activation](y)
+    if form.last == CROSS:
+        assert tensors.x0 is not None and tensors.x is not None
+        return tensors.x0 * y + tensors.x
+    return y if form.last == "none" else _ACTIVATIONS[form.last](y)
 
 
 def _chain_fake(x: Tensor, operands: Sequence[Tensor | None], plan: str) -> Tensor:

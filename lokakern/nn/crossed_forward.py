@@ -1,0 +1,312 @@
+"""Forwards with crosses as chains: ``x0 * layer(x) + x`` of DCN in one op.
+
+A module that computes a cross shows it in its forward alone, which is traced. While a conversion
+has chains for crosses, ``forward`` of the module is that of a `CrossedForward`, which calls the
+traced function: the same, with one call for each cross. Where a chain does not hold (see
+`lokakern.nn.chain_call`), this call computes the original expression by the original layers. Where
+children or settings of the module changed since it was traced, its own forward runs.
+
+An attribute of the module, and not a wrapper, so that names of children and of parameters stay; and
+not a class, so that the module is what it was to code that asks for its type.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from torch import Tensor, fx, nn
+
+from lokakern.errors import UnsupportedError
+from lokakern.nn.chain_call import (
+    Part,
+    call_parts,
+    is_part,
+    layers_at,
+    prepare_chains,
+    words_of_plan,
+)
+from lokakern.nn.chain_plan import read_plan
+from lokakern.nn.cross_pattern import FoundCross, crosses_in
+from lokakern.nn.linear import Linear
+from lokakern.nn.traced_forward import traced
+from lokakern.types import Granularity
+
+_LISTS = (nn.ModuleList, nn.ModuleDict)  # which a forward reads, and does not call
+_SETTINGS = (bool, int, float, str, type(None))
+
+
+class Cross(NamedTuple):
+    """A cross that runs as a chain.
+
+    Attributes:
+        names: Names of its layers in the module; the last one's output is multiplied by x0.
+        plan: See `lokakern.nn.chain_plan`; "" where it is off.
+    """
+
+    names: tuple[str, ...]
+    plan: str
+
+
+class Crosses(NamedTuple):
+    """The crosses of a conversion in a module."""
+
+    key: str
+    crosses: tuple[Cross, ...]
+
+
+def cross(plan: str, x0: Tensor, x: Tensor, input: Tensor, *layers: nn.Module) -> Tensor:
+    """``x0 * y + x``, with y the layers' output, by a plan where it holds."""
+    words = layers_at(input, plan) if plan else []
+    parts = _parts(layers, words) if words else []
+    if parts:
+        found = call_parts(input, plan, words, parts, (x0, x))
+        if found is not None:
+            return found
+    y = input
+    for layer in layers:
+        y = layer(y)
+    return x0 * y + x
+
+
+def _parts(layers: Sequence[nn.Module], words: Sequence[list[str]]) -> list[Part]:
+    """The layers as parts of a chain; none if they are not its layers."""
+    if len(layers) != len(words):
+        return []
+    parts: list[Part] = []
+    for layer, known in zip(layers, words, strict=True):
+        if type(layer) is not Linear:
+            return []
+        part: Part = (layer, None, known[6])
+        if not is_part(part, known):
+            return []
+        parts.append(part)
+    return parts
+
+
+class CrossedForward:
+    """The ``forward`` of a module with crosses, which is copied and pickled with the module.
+
+    Args:
+        module: The module.
+        before: The attribute ``forward`` of the module itself; None if it has none.
+        settings: The crosses of conversions; the newest are in effect.
+
+    Raises:
+        UnsupportedError: The forward cannot be traced, or a cross is not there.
+    """
+
+    def __init__(
+        self, module: nn.Module, before: Callable[..., Any] | None, settings: tuple[Crosses, ...]
+    ) -> None:
+        self.module, self.before, self.settings = module, before, settings
+        graph = graph_of(module)
+        for found, plan in _wanted(graph, module, settings[-1].crosses):
+            _replace(graph, found, plan)
+        code = graph.python_code("self")
+        # As text, because a function that was made from text cannot be pickled.
+        self._source, self._names = code.src, dict(code.globals)
+        self._children = _children(module)
+        self._values = {
+            name: value for name, value in vars(module).items()
+            if isinstance(value, _SETTINGS) and name != "training"
+        }  # fmt: skip
+        self._compile()
+
+    def _compile(self) -> None:
+        names = dict(self._names)
+        exec(compile(self._source, "<crossed forward>", "exec"), names)
+        self._function: Callable[..., Any] = names["forward"]
+
+    def run(self, *args: Any, **options: Any) -> Any:
+        """The module's output; this method is its ``forward``."""
+        module = self.module
+        if self.is_as_traced:
+            return self._function(module, *args, **options)
+        if self.before is not None:
+            return self.before(*args, **options)
+        return type(module).forward(module, *args, **options)
+
+    @property
+    def is_as_traced(self) -> bool:
+        """Whether children and settings of the module are as they were when it was traced."""
+        now, known = _children(self.module), self._children
+        if len(now) != len(known):
+            return False
+        for one, other in zip(now, known, strict=True):
+            if one is not other:
+                return False
+        own = vars(self.module)  # torch adds attributes in compiling
+        for name, value in self._values.items():
+            if name not in own or own[name] != value:
+                return False
+        return True
+
+    def __getstate__(self) -> dict[str, Any]:
+        names = {
+            name: _Module(x.__name__) if isinstance(x, ModuleType) else x
+            for name, x in self._names.items()
+        }
+        return {**vars(self), "_names": names, "_function": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._names = {
+            name: importlib.import_module(x.name) if isinstance(x, _Module) else x
+            for name, x in self._names.items()
+        }
+        self._compile()
+        prepare_chains()
+
+
+def graph_of(module: nn.Module) -> fx.Graph:
+    """The graph of a forward that all calls run.
+
+    Raises:
+        UnsupportedError: The forward cannot be traced, or has optional arguments: a trace does not
+            know whether they are given.
+    """
+    for name, parameter in inspect.signature(type(module).forward).parameters.items():
+        is_one = parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        if not is_one or parameter.default is not parameter.empty:
+            raise UnsupportedError(f"argument {name} of its forward is optional")
+    with uncrossed(module):
+        return traced(module)
+
+
+class _Module(NamedTuple):
+    """A module of Python, which cannot be pickled itself."""
+
+    name: str
+
+
+def _children(module: nn.Module) -> list[nn.Module | None]:
+    """The children that a forward may call."""
+    found: list[nn.Module | None] = []
+    for child in module._modules.values():
+        found.append(child)
+        if isinstance(child, _LISTS):
+            found += list(child._modules.values())
+    return found
+
+
+@contextmanager
+def uncrossed(module: nn.Module) -> Iterator[None]:
+    """The module with the ``forward`` that it has without crosses, in the block."""
+    crossed = crossed_of(module)
+    if crossed is None:
+        yield
+        return
+    _set_forward(module, crossed.before)
+    try:
+        yield
+    finally:
+        _set_forward(module, crossed.run)
+
+
+def crossed_of(module: nn.Module) -> CrossedForward | None:
+    """What runs the crosses of a module, or None."""
+    found = getattr(vars(module).get("forward"), "__self__", None)
+    return found if isinstance(found, CrossedForward) else None
+
+
+def set_crosses(module: nn.Module, crosses: Sequence[Cross], key: str = "") -> None:
+    """Run crosses of a module by plans; the layers keep the FP8 weights that they read.
+
+    Args:
+        module: The module.
+        crosses: The crosses.
+        key: Of the conversion.
+
+    Raises:
+        UnsupportedError: The forward cannot be traced, or a cross or its layers are others than
+            those of its plan. The module is then as before.
+    """
+    for names, plan in crosses:
+        if plan and not _parts([module.get_submodule(x) for x in names], words_of_plan(plan)):
+            raise UnsupportedError(
+                f"a chain of {plan.partition(';')[0]} cannot run {', '.join(names)} of a "
+                f"{type(module).__name__}: these layers are others"
+            )
+    crossed = crossed_of(module)
+    before = vars(module).get("forward") if crossed is None else crossed.before
+    settings = (*_others(module, key), Crosses(key, tuple(crosses)))
+    made = CrossedForward(module, before, settings)
+    _drop_weights(module, key)
+    for layer, granularity in _weights(module, settings[-1]):
+        layer.keep_chain_weight(key, granularity)
+    prepare_chains()
+    _set_forward(module, made.run)
+
+
+def remove_crosses(module: nn.Module, key: str = "") -> None:
+    """Remove a conversion's crosses from a module."""
+    crossed, others = crossed_of(module), _others(module, key)
+    if crossed is None or others == crossed.settings:
+        return
+    _drop_weights(module, key)
+    before = crossed.before
+    _set_forward(module, CrossedForward(module, before, others).run if others else before)
+
+
+def _set_forward(module: nn.Module, forward: Callable[..., Any] | None) -> None:
+    if forward is None:
+        vars(module).pop("forward", None)
+    else:
+        module.forward = forward
+
+
+def _others(module: nn.Module, key: str) -> tuple[Crosses, ...]:
+    crossed = crossed_of(module)
+    return tuple(x for x in (crossed.settings if crossed else ()) if x.key != key)
+
+
+def _drop_weights(module: nn.Module, key: str) -> None:
+    crossed = crossed_of(module)
+    for setting in crossed.settings if crossed else ():
+        if setting.key == key:
+            for layer, granularity in _weights(module, setting):
+                layer.drop_chain_weight(key, granularity)
+
+
+def _weights(module: nn.Module, setting: Crosses) -> Iterator[tuple[Linear, str]]:
+    """The layers of crosses, each with the granularity of its FP8 weight."""
+    for names, plan in setting.crosses:
+        for name, layer in zip(names, read_plan(plan)[0] if plan else (), strict=False):
+            linear = module.get_submodule(name)
+            # It is no longer one where its conversion was undone.
+            if isinstance(linear, Linear) and layer.weight is not Granularity.NONE:
+                yield linear, layer.weight.value
+
+
+def _wanted(
+    graph: fx.Graph, module: nn.Module, crosses: Sequence[Cross]
+) -> list[tuple[FoundCross, str]]:
+    """The crosses of a graph that run by plans, the last ones first."""
+    wanted = dict(crosses)
+    found = []
+    for one in crosses_in(graph, module):
+        for count in range(len(one.names), 0, -1):
+            names = one.names[-count:]
+            if names in wanted and not one.why:
+                found.append((one._replace(layers=one.layers[-count:]), wanted[names]))
+                break
+    missing = wanted.keys() - {one.names for one, _ in found}
+    if missing:
+        raise UnsupportedError(f"{type(module).__name__} has no cross of {', '.join(min(missing))}")
+    return found[::-1]
+
+
+def _replace(graph: fx.Graph, found: FoundCross, plan: str) -> None:
+    """Replace a cross by one call; crosses that come later are already replaced."""
+    with graph.inserting_before(found.sum):
+        layers = [graph.get_attr(name) for name in found.names]
+        inputs = (found.x0, found.x, found.layers[0].args[0])
+        call = graph.call_function(cross, (plan, *inputs, *layers))
+    found.sum.replace_all_uses_with(call)
+    for node in (found.sum, found.product, *reversed(found.layers)):
+        graph.erase_node(node)
