@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from lokakern.chain.candidates import NONE, Chain, Layer
@@ -15,7 +15,7 @@ from lokakern.selection import dispatcher
 from lokakern.selection.candidates import Candidate, Time
 from lokakern.selection.padded_rows import padded_problem
 from lokakern.selection.table import Table
-from lokakern.types import Device, Operand, Problem, norm_form
+from lokakern.types import Device, Granularity, Operand, Problem, norm_form
 
 
 class SpanLayer(NamedTuple):
@@ -26,12 +26,15 @@ class SpanLayer(NamedTuple):
         eps: Of its norm.
         route: The route of its output without a chain.
         is_handed: Whether its input then has a static scale, so that no quantizer runs.
+        tensors: Of a cross, the number of tensors of the size of its output that are read and
+            written less than by a product, and a kernel for the cross.
     """
 
     layer: Layer
     eps: float
     route: Route
     is_handed: bool = False
+    tensors: int = 0
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,9 @@ class Rivals:
         if key not in self._known:
             plain = min(_times(self._separate(x.layer), m), default=None, key=_us)
             known: list[tuple[float, float]] = []
-            if plain is not None:
+            if is_crossed(x.layer):
+                known = list(self._crossed(x, m))
+            elif plain is not None:
                 known = list(self._by_route(x, m, plain))
                 # A kernel for nothing but a bias would be slower than the product alone.
                 if not is_product(x.layer):
@@ -84,9 +89,36 @@ class Rivals:
             self._known[key] = min(known, default=None)
         return self._known[key]
 
+    def _crossed(self, x: SpanLayer, m: int) -> Iterator[tuple[float, float]]:
+        """The times of a cross after the product by its route, or in bfloat16."""
+        least = 2 * x.tensors * m * x.layer.n * self._us_per_byte(x.layer.n)
+        alone = self._table_of(problem_of("output", 16, x.layer.n, x.layer.k)).plain_at(m)
+        products = [(alone.gpu_us, alone.margin_us)] if alone is not None else []
+        products += self._routed(x, m, 0.0)
+        return ((us + least, margin) for us, margin in products)
+
+    def _us_per_byte(self, columns: int) -> float:
+        """The least time of any measured rowwise quantizer of rows of this length; 0 if unknown.
+
+        A kernel for a cross moves bytes no faster, so that its time from this is a lower bound.
+        """
+        problem = make_problem(
+            "quantize", (16, columns), out_format=fp8_format(self._judge.device),
+            out_granularity=Granularity.ROW,
+        )  # fmt: skip
+        found = (
+            time.gpu_us / replace(problem, m=m).bytes_moved
+            for candidate in self._table_of(problem).candidates
+            for m, time in candidate.times.items()
+        )
+        return min(found, default=0.0)
+
     def _by_route(self, x: SpanLayer, m: int, plain: Time) -> Iterator[tuple[float, float]]:
         """The time of a layer as converted, if that of its product is known."""
-        norm = self._norm_us(x.layer, m, plain)
+        yield from self._routed(x, m, self._norm_us(x.layer, m, plain))
+
+    def _routed(self, x: SpanLayer, m: int, norm: float) -> Iterator[tuple[float, float]]:
+        """The time of the product by its route, if known, and of an unquantized norm."""
         if not x.route.choices:
             return
         table, name = x.route.choices[0].table, kernel_at(x.route.text, m)
@@ -166,6 +198,11 @@ def _times(candidates: Iterable[Candidate], m: int) -> Iterator[Time]:
         found = candidate.time_at(m)
         if found is not None:
             yield found[0]
+
+
+def is_crossed(layer: Layer) -> bool:
+    """Whether DCN's cross follows the product."""
+    return norm_form(layer.epilogue).last == "cross"
 
 
 def is_product(layer: Layer) -> bool:

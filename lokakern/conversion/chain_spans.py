@@ -145,7 +145,7 @@ def _layer_at(modules: list[nn.Module], place: int) -> FoundLayer | None:
     None if it is no layer that a kernel computes.
     """
     linear = modules[place]
-    if not isinstance(linear, Linear) or not _is_usable(linear):
+    if not isinstance(linear, Linear) or not is_usable(linear):
         return None
     columns, stop, activation = linear.out_features, place + 1, "none"
     module: nn.Module | None = None
@@ -185,7 +185,7 @@ def _norm_of(module: nn.Module, columns: int) -> Norm | None:
     return None
 
 
-def _is_usable(linear: Linear) -> bool:
+def is_usable(linear: Linear) -> bool:
     """Whether a layer multiplies by its whole weight, in bfloat16, and nothing else."""
     is_whole = linear.padding == (0, 0) and not linear.is_mixing
     return type(linear) in (Linear, LinearNormAct) and is_whole and _are_bfloat16(linear)

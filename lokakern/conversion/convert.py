@@ -31,6 +31,7 @@ from lokakern.conversion.chain_spans import (
     why_no_chains,
     words_of,
 )
+from lokakern.conversion.cross_sites import CrossSpan, calls_layers, planned_crosses
 from lokakern.conversion.forced import FORCED, Forced, Kernels, forced_by, forced_routes
 from lokakern.conversion.routes import (
     FORMS,
@@ -45,6 +46,7 @@ from lokakern.conversion.tune import Tuning, apply_tuning, tune
 from lokakern.device import current_device
 from lokakern.errors import FormatError, UnknownNameError, UnsupportedError
 from lokakern.nn.adoption import Chosen, adopt, apply_choice, remove_choice
+from lokakern.nn.crossed_forward import crossed_of, remove_crosses, set_crosses
 from lokakern.nn.linear import Linear, Routed
 from lokakern.nn.linear_norm_act import LinearNormAct
 from lokakern.nn.module_scan import (
@@ -284,6 +286,8 @@ class Conversion:
         self.sites: dict[str, Site] = {}
         self.sequences = [m for m in model.modules() if isinstance(m, nn.Sequential)]
         self.fused = [m for m in model.modules() if type(m) is LinearNormAct]
+        self.callers = [m for m in model.modules() if calls_layers(m)]
+        self.left_crosses: dict[str, str] = {}  # reasons
         self.spans: list[Span] = []  # layers that may be chains
         self.off_chains: frozenset[ChainSites] = frozenset()  # by tuning
         self.why_no_chains = ""
@@ -347,6 +351,7 @@ class Conversion:
             is_reported=isinstance(wanted, ProbeReport), is_checked=self._marker.is_on,
             is_between=self._between,
         )  # fmt: skip
+        self.left_crosses = {}
         if self.why_no_chains:
             return []
         assert budget is not None  # else there are none
@@ -361,7 +366,9 @@ class Conversion:
             weight = next(sequence.parameters())
             return self._scales_of(sequence, self._device_for(weight))
 
-        return planned_spans([*self.sequences, *self.fused], names, routes, judge_of, scales_of)
+        spans = planned_spans([*self.sequences, *self.fused], names, routes, judge_of, scales_of)
+        crosses, self.left_crosses = planned_crosses(self.callers, names, routes, judge_of)
+        return [*spans, *crosses]
 
     def _scales_of(self, sequence: nn.Sequential, device: Device) -> tuple[str, ...]:
         """Static scale of the input of each module of a sequence, or ""."""
@@ -411,6 +418,7 @@ class Conversion:
             self._apply(self.sites[name], chains.get(name, ""))
         set_fast_paths(self._owners)
         self._apply_handoffs(keep_classes)
+        self._apply_crosses(keep_classes)
         return changed
 
     def _apply(self, site: Site, chain: str) -> None:
@@ -454,6 +462,23 @@ class Conversion:
                 or (type(sequence) is nn.Sequential and any((*scales, *activating, *chains)))
             ):
                 set_handoff(sequence, scales, activating, self._key, chains)
+
+    def _apply_crosses(self, keep_classes: bool) -> None:
+        """Set the chains of crosses in the modules that call their layers."""
+        for module in self.callers:
+            crosses = [
+                cross for span in self.spans
+                if isinstance(span, CrossSpan) and span.module is module
+                for cross in span.crosses(self.off_chains)
+            ]  # fmt: skip
+            crossed = crossed_of(module)
+            is_of_others = crossed is not None and {x.key for x in crossed.settings} != {self._key}
+            # In tuning a traced forward stays, because compiled graphs are of it.
+            is_kept = crossed is not None and bool(crosses) and keep_classes
+            if any(plan for _, plan in crosses) or is_of_others or is_kept:
+                set_crosses(module, crosses, self._key)
+            else:
+                remove_crosses(module, self._key)
 
     def tune(
         self,
@@ -760,6 +785,10 @@ class Conversion:
             for span in self.spans
             if name is None or name in span.sites
         ]
+        chains += [
+            f"{sites}: no cross is a chain: {why}"
+            for sites, why in self.left_crosses.items() if name is None or sites == name
+        ]  # fmt: skip
         if self.why_no_chains and self._inference:
             chains = [f"no chains: {self.why_no_chains}"]
         return "\n".join([*([] if is_forced else self._reasons()), *products, *chains])
@@ -824,9 +853,11 @@ class Conversion:
             remove_choice(site.module, self._key)
         for sequence in self.sequences:
             remove_handoff(sequence, self._key)
+        for module in self.callers:
+            remove_crosses(module, self._key)
         set_fast_paths(self._owners)
         self.sites, self._modules, self.sequences, self._owners = {}, {}, [], []
-        self.fused, self.spans = [], []
+        self.fused, self.callers, self.spans, self.left_crosses = [], [], [], {}
 
     def __len__(self) -> int:
         return len(self.sites)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
@@ -105,8 +106,12 @@ class CrossedForward:
     ) -> None:
         self.module, self.before, self.settings = module, before, settings
         graph = graph_of(module)
-        for found, plan in _wanted(graph, module, settings[-1].crosses):
-            _replace(graph, found, plan)
+        self.plans = tuple(plan for _, plan in settings[-1].crosses)
+        # An argument, so that a compiled graph of other plans needs no other function.
+        with graph.inserting_before(next(iter(graph.nodes))):
+            plans = graph.placeholder("cross_plans")
+        for found, place in _wanted(graph, module, settings[-1].crosses):
+            _replace(graph, found, plans, place)
         code = graph.python_code("self")
         # As text, because a function that was made from text cannot be pickled.
         self._source, self._names = code.src, dict(code.globals)
@@ -126,10 +131,15 @@ class CrossedForward:
         """The module's output; this method is its ``forward``."""
         module = self.module
         if self.is_as_traced:
-            return self._function(module, *args, **options)
+            return self._function(module, self.plans, *args, **options)
         if self.before is not None:
             return self.before(*args, **options)
         return type(module).forward(module, *args, **options)
+
+    def has_crosses(self, setting: Crosses) -> bool:
+        """Whether these crosses are those in effect, with these or other plans."""
+        known = self.settings[-1].crosses
+        return [x.names for x in known] == [x.names for x in setting.crosses]
 
     @property
     def is_as_traced(self) -> bool:
@@ -235,8 +245,12 @@ def set_crosses(module: nn.Module, crosses: Sequence[Cross], key: str = "") -> N
     crossed = crossed_of(module)
     before = vars(module).get("forward") if crossed is None else crossed.before
     settings = (*_others(module, key), Crosses(key, tuple(crosses)))
-    made = CrossedForward(module, before, settings)
+    made = crossed
+    if crossed is None or not crossed.is_as_traced or not crossed.has_crosses(settings[-1]):
+        made = CrossedForward(module, before, settings)
+    assert made is not None
     _drop_weights(module, key)
+    made.settings, made.plans = settings, tuple(plan for _, plan in crosses)
     for layer, granularity in _weights(module, settings[-1]):
         layer.keep_chain_weight(key, granularity)
     prepare_chains()
@@ -285,9 +299,9 @@ def _weights(module: nn.Module, setting: Crosses) -> Iterator[tuple[Linear, str]
 
 def _wanted(
     graph: fx.Graph, module: nn.Module, crosses: Sequence[Cross]
-) -> list[tuple[FoundCross, str]]:
-    """The crosses of a graph that run by plans, the last ones first."""
-    wanted = dict(crosses)
+) -> list[tuple[FoundCross, int]]:
+    """The crosses of a graph that run by plans, the last ones first, and the places of plans."""
+    wanted = {names: place for place, (names, _) in enumerate(crosses)}
     found = []
     for one in crosses_in(graph, module):
         for count in range(len(one.names), 0, -1):
@@ -301,9 +315,10 @@ def _wanted(
     return found[::-1]
 
 
-def _replace(graph: fx.Graph, found: FoundCross, plan: str) -> None:
+def _replace(graph: fx.Graph, found: FoundCross, plans: fx.Node, place: int) -> None:
     """Replace a cross by one call; crosses that come later are already replaced."""
     with graph.inserting_before(found.sum):
+        plan = graph.call_function(operator.getitem, (plans, place))
         layers = [graph.get_attr(name) for name in found.names]
         inputs = (found.x0, found.x, found.layers[0].args[0])
         call = graph.call_function(cross, (plan, *inputs, *layers))

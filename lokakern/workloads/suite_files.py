@@ -43,7 +43,7 @@ silu) and rowwise quantization of X in one kernel. ``chain`` is the layer with i
 gemm_norm, in the formats between which a chain of layers chooses: X in bfloat16, with rowwise and
 with 1x128 scales, the output likewise, or with a static scale where a norm bounds it. An epilogue
 is a bias, a norm (layer, rms or block_rms(columns), with affine), and an activation or a cross,
-joined by +, such as "bias+relu". The default is gemm, prepared and quantize; for a
+joined by +, such as "bias+relu" or "bias+cross". The default is gemm, prepared and quantize; for a
 batch gemm, because no quantized form has batches. ``bias`` applies to gemm and prepared. A scaled
 GEMM writes bfloat16, and activate and chain read it, so that a float32 layer has none of them.
 """
@@ -338,8 +338,8 @@ def _epilogue(value: object, n: int, forms: tuple[str, ...], where: str) -> str:
         raise SuiteError(f"{where}: epilogue is {shown(value)}: {error}") from None
     if form.residual or form.residual_last or form.last not in (*ACTIVATIONS, "cross"):
         raise SuiteError(
-            f"{where}: epilogue is {shown(value)}; a layer of a chain reads no residual or gate "
-            "beside X"
+            f"{where}: epilogue is {shown(value)}; a layer of a chain reads no residual and no "
+            "gate beside X"
         )
     return value
 

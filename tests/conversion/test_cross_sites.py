@@ -1,0 +1,317 @@
+"""Crosses of DCN in conversions: what is found, chosen, told and undone."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lokakern
+from lokakern.chain.candidates import Layer
+from lokakern.conversion.chain_rivals import ChainJudge, Rivals, SpanLayer
+from lokakern.conversion.convert import Conversion
+from lokakern.conversion.cross_sites import CrossSpan
+from lokakern.conversion.routes import Route
+from lokakern.problems import make_problem
+from lokakern.selection import dispatcher
+from lokakern.selection.weight_forms import with_weight
+from lokakern.types import Format, Granularity
+from lokakern.workloads.suite_files import suite_from_file
+from tests.support.chain_rows import NONE, ROW, layer_problem, layer_rows, plain_rows
+from tests.support.conversions import H200
+from tests.support.measurements import BF16, Book, gemm, time
+
+N, RANK = 512, 64
+FULL = Layer(N, N, "bias+cross")
+DOWN, UP = Layer(RANK, N, "none"), Layer(N, RANK, "bias+cross")
+M = (512, 2048)
+convert = functools.partial(lokakern.convert, device=H200, distribution="X1", inference=True)
+
+
+class FullCrosses(nn.Module):
+    def __init__(self, n: int = N) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(n, n) for _ in range(2))
+
+    def forward(self, x0: Tensor) -> Tensor:
+        x = x0
+        for layer in self.layers:
+            x = x0 * layer(x) + x
+        return x
+
+
+class LowRank(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Linear(N, RANK, bias=False), nn.Linear(RANK, N)
+
+    def forward(self, flat: Tensor) -> Tensor:
+        return flat * self.up(self.down(flat)) + flat
+
+
+class Net(nn.Module):
+    """Crosses, then a layer; only its crosses show in a trace, because it branches itself."""
+
+    def __init__(self, crosses: nn.Module) -> None:
+        super().__init__()
+        self.crosses, self.last = crosses, nn.Linear(N, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.crosses(x))
+        return y if x.shape[0] > 0 else y * 2
+
+
+def products(layer: Layer, us: dict[int, float]) -> list[Any]:
+    found = []
+    for m, t in us.items():
+        for epilogue in ("none", "bias"):
+            problem = gemm(m, layer.n, layer.k, epilogue=epilogue)
+            found += [time(BF16, x, t) for x in (problem, with_weight(problem, ROW, H200))]
+    return found
+
+
+def quantizers(columns: int, us: dict[int, float]) -> list[Any]:
+    return [
+        time("cuda.quantize_row", make_problem(
+            "quantize", (m, columns), out_format=Format.E4M3FN, out_granularity=Granularity.ROW,
+        ), t)
+        for m, t in us.items()
+    ]  # fmt: skip
+
+
+def same(us: float) -> dict[int, float]:
+    return dict.fromkeys(M, us)
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> Iterator[Book]:
+    yield Book(tmp_path / "rows.sqlite")
+    dispatcher.use_snapshot(None)
+
+
+@pytest.fixture
+def full(book: Book) -> Book:
+    return book.write(
+        *products(FULL, same(20.0)), *layer_rows(FULL, same(30.0), same(10.0)),
+        *quantizers(N, same(4.0)),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def low(book: Book) -> Book:
+    return book.write(
+        *products(DOWN, same(8.0)), *products(UP, same(9.0)),
+        *layer_rows(DOWN, same(9.0), same(3.0)), *layer_rows(UP, same(30.0), same(5.0)),
+    )  # fmt: skip
+
+
+def model_of(kind: type[nn.Module] = FullCrosses) -> nn.Module:
+    torch.manual_seed(0)
+    return Net(kind()).bfloat16().eval()
+
+
+def rows(m: int = 512) -> Tensor:
+    return torch.randn(m, N, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+
+def crosses_of(handle: Conversion) -> list[CrossSpan]:
+    return [span for span in handle.spans if isinstance(span, CrossSpan)]
+
+
+def chains_run(model: nn.Module, m: int = 512) -> int:
+    with torch.no_grad(), torch.profiler.profile() as profile:
+        model(rows(m))
+    return sum(event.name == "lokakern::routed_chain" for event in profile.events())
+
+
+def test_full_crosses_become_chains(full: Book, capsys: pytest.CaptureFixture[str]) -> None:
+    model, x = model_of(), rows()
+    with torch.no_grad():
+        plain = model(x)
+    handle = convert(model, 0.06)
+    assert "2 chains of 2 layers" in repr(handle)
+    assert [span.sites for span in crosses_of(handle)] == [
+        ("crosses.layers.0",), ("crosses.layers.1",)
+    ]  # fmt: skip
+    assert (chains_run(model), chains_run(model, 100)) == (2, 0)
+    with torch.no_grad():
+        y = model(x)
+        assert torch.equal(model(rows(100)), copy.deepcopy(model_of())(rows(100)))
+    assert not torch.equal(y, plain)
+    assert (y - plain).float().norm() < 0.06 * plain.float().norm()
+    assert "bias+cross" in handle.explain("crosses.layers.0")
+    handle.table()
+    assert "crosses.layers.1" in capsys.readouterr().out
+    handle.undo()
+    assert "forward" not in vars(model.crosses) and not list(model.buffers())
+    with torch.no_grad():
+        assert torch.equal(model(x), plain)
+
+
+def test_a_cross_of_low_rank_is_a_chain_of_two(low: Book) -> None:
+    model = model_of(LowRank)
+    handle = convert(model, 0.06)
+    row = next(row for row in handle.choices if row["gemm"] == "chain")
+    assert (row["site"], row["n"], row["k"]) == ("crosses.down to crosses.up", N, N)
+    assert row["us"] == pytest.approx([10.0, 10.0])  # 3 and a quantizer, then 5
+    assert row["rival_us"] == pytest.approx([17.0, 17.0])
+    assert chains_run(model) == 1
+
+
+def test_the_rival_is_the_product_and_the_least_time_of_a_kernel(full: Book) -> None:
+    handle = convert(model_of(), 0.06)
+    first, last = (row for row in handle.choices if row["gemm"] == "chain")
+    problem = make_problem(
+        "quantize", (2048, N), out_format=Format.E4M3FN, out_granularity=Granularity.ROW
+    )
+    rate = problem.bytes_moved / 4.0  # the highest
+    # x0 is x, and the next layer reads the result: three tensors.
+    assert first["rival_us"] == pytest.approx([20.0 + 2 * 3 * m * N / rate for m in M])
+    # A reader outside of the module may compute the cross: three reads less one.
+    assert last["rival_us"] == pytest.approx([20.0 + 2 * 2 * m * N / rate for m in M])
+
+
+def test_without_a_rate_the_kernel_counts_nothing(book: Book) -> None:
+    book.write(*products(FULL, same(20.0)), *layer_rows(FULL, same(30.0), same(10.0)))
+    x = SpanLayer(FULL, 1e-5, Route("output", "", ""), tensors=4)
+    assert Rivals(ChainJudge(0.06, H200, ("X1",))).at(x, 512) == (20.0, pytest.approx(0.0, abs=2))
+
+
+@pytest.mark.parametrize(
+    ("us", "budget", "words"),
+    [
+        (30.0, 0.06, "not faster"),
+        (10.0, 0.01, "over the budget"),
+    ],
+)
+def test_why_there_is_no_chain(book: Book, us: float, budget: float, words: str) -> None:
+    book.write(*products(FULL, same(20.0)), *layer_rows(FULL, same(30.0), same(us)))
+    model = model_of()
+    handle = convert(model, budget)
+    assert words in handle.explain("crosses.layers.1")
+    assert "forward" not in vars(model.crosses) and not chains_run(model)
+
+
+def test_a_suite_lists_crosses(book: Book, tmp_path: Path) -> None:
+    book.write(*plain_rows(Layer(64, 64, "bias+relu"), 512, 1.0))
+    handle = convert(model_of(), 0.06)
+    assert "not measured" in handle.explain("crosses.layers.0")
+    text = handle.suite([512])
+    assert 'n = 512\nk = 512\nepilogue = "bias+cross"\nforms = ["chain"]' in text
+    (tmp_path / "s.toml").write_text(text)
+    cases = list(suite_from_file(tmp_path / "s.toml").build(Format.E4M3FN))
+    found = [case.problem for case in cases if case.problem.op == "gemm_norm"]
+    for reads, weight in ((NONE, NONE), (NONE, ROW), (ROW, ROW)):
+        assert layer_problem(FULL, 512, reads, weight, NONE) in found
+
+
+class Training(FullCrosses):
+    def forward(self, x0: Tensor) -> Tensor:
+        return super().forward(x0) if self.training else super().forward(x0) * 2
+
+
+class Writes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(N, N)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        x = x.clone().mul_(2)
+        return x * y + x
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (Training, "a Training: no cross is a chain: its forward depends on whether it trains"),
+        (Writes, "crosses.layer: no cross is a chain: clone is computed between"),
+        (functools.partial(FullCrosses, 12), "n is 12; kernels of crosses take multiples of 8"),
+    ],
+)
+def test_why_a_cross_is_left_alone(full: Book, kind: Any, words: str) -> None:
+    handle = convert(nn.Sequential(kind()).bfloat16() if "12" in words else model_of(kind), 0.06)
+    assert words in handle.explain()
+    assert not crosses_of(handle)
+
+
+def test_layers_that_are_not_converted_have_no_chain(full: Book) -> None:
+    handle = convert(model_of(), 0.06, skip="crosses.layers.0")
+    assert [span.sites for span in crosses_of(handle)] == [("crosses.layers.1",)]
+
+
+def test_a_first_layer_that_is_not_converted_runs_by_itself(low: Book) -> None:
+    model = model_of(LowRank)
+    handle = convert(model, 0.06, skip="crosses.down")
+    (span,) = crosses_of(handle)
+    assert span.sites == ("crosses.up",)
+
+
+@pytest.mark.parametrize("options", [{"inference": False}, {"between": False}, {"check": "9:9"}])
+def test_conversions_without_chains_trace_nothing(full: Book, options: dict[str, Any]) -> None:
+    model = model_of()
+    handle = convert(model, 0.06, **options)
+    assert not crosses_of(handle) and "forward" not in vars(model.crosses)
+
+
+def test_refreshes_and_two_conversions(full: Book) -> None:
+    model = model_of()
+    handle = convert(model, 0.06)
+    assert handle.refresh(0.06) == []
+    names = [f"crosses.layers.{i}/chain" for i in range(2)]
+    assert handle.refresh(0.01) == names and "forward" not in vars(model.crosses)
+    assert handle.refresh(0.06) == names and chains_run(model) == 2
+    newer = convert(model, 0.01)
+    assert chains_run(model) == 0
+    newer.undo()
+    assert chains_run(model) == 2
+    newer = convert(model, 0.06)
+    handle.undo()
+    assert chains_run(model) == 2
+    newer.undo()
+    assert type(model.crosses.layers[0]) is nn.Linear and "forward" not in vars(model.crosses)
+
+
+def test_copies_and_pickles(full: Book) -> None:
+    model = model_of()
+    handle = convert(model, 0.06)
+    twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    with torch.no_grad():
+        y = model(rows())
+        handle.undo()
+        for twin in twins:
+            assert chains_run(twin) == 2
+            assert torch.equal(twin(rows()), y)
+
+
+def test_compiled_models(full: Book) -> None:
+    model = model_of()
+    convert(model, 0.06)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        assert torch.equal(compiled(rows()), model(rows()))
+    assert chains_run(compiled) == 2
+
+
+def test_chains_that_are_off_leave_the_traced_forward(full: Book) -> None:
+    model = model_of()
+    with torch.no_grad():
+        plain = model(rows())
+    handle = convert(model, 0.06)
+    every = {span.sites for span in crosses_of(handle)}
+    handle.use_routes({}, keep_classes=True, off_chains=every)
+    assert "forward" in vars(model.crosses) and chains_run(model) == 0
+    with torch.no_grad():
+        assert torch.equal(model(rows()), plain)
+    handle.use_routes({}, keep_classes=True, off_chains=())
+    assert chains_run(model) == 2
+    handle.use_routes({}, off_chains=every)
+    assert "forward" not in vars(model.crosses)
