@@ -38,8 +38,8 @@ SCALED = (TENSOR, ROW, GROUP)  # between layers
 WEIGHTS = {TENSOR: (TENSOR,), ROW: (ROW,), GROUP: (BLOCK, GROUP)}  # weights for each input
 CONVERSIONS = ("quantize", "dequantize")
 # Gain of an activation for the square of a small relative error: mean(f'(z)^2) over mean(f(z)^2)
-# for normal z. A cross multiplies z and its error alike, and adds a tensor without one.
-GAINS = {"none": 1.0, "relu": 1.0, "hardswish": 1.081, "silu": 1.067, "cross": 1.0}
+# for normal z.
+GAINS = {"none": 1.0, "relu": 1.0, "hardswish": 1.081, "silu": 1.067}
 
 
 class Layer(NamedTuple):

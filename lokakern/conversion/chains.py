@@ -311,7 +311,8 @@ class _Search:
         if path is None:
             return None
         chosen = [option.steps[0] for option in path.options]
-        gains = [GAINS[norm_form(x.layer.epilogue).last] for x in self._span[start:stop]]
+        # A cross multiplies its sums and their error alike, and adds a tensor without one.
+        gains = [GAINS.get(norm_form(x.layer.epilogue).last, 1.0) for x in self._span[start:stop]]
         square = sum(
             option.square * math.prod(gains[place + 1 :]) for place, option in enumerate(chosen)
         )

@@ -144,9 +144,10 @@ def convert(
             weight have no effect, except `load_state_dict` of the model. Unquantized bfloat16
             weights are copied to buffers where that is faster: of fused layers concatenated, of
             padded layers padded, and column-major where k is not a multiple of 8
-            (`lokakern.nn.token_mixing.with_aligned_layout`). Layers of an `nn.Sequential`, and a
-            `LinearNormAct`, may run as chains, in one op with FP8 between the layers, where that
-            was measured to be faster and the error of each layer is within the budget; see
+            (`lokakern.nn.token_mixing.with_aligned_layout`). Layers of an `nn.Sequential`, a
+            `LinearNormAct`, and DCN's crosses ``x0 * layer(x) + x`` in forwards that torch.fx can
+            trace may run as chains, in one op with FP8 between the layers, where that was measured
+            to be faster and the error of each layer is within the budget; see
             `Conversion.explain`.
         device: Device of the measurements, or of forced kernels, such as "NVIDIA H200"; None: the
             parameters' device. On other devices kernels are emulated: slow, with the same rounding.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from lokakern.chain.candidates import Layer
 from lokakern.conversion.chain_rivals import ChainJudge, SpanLayer
@@ -32,6 +32,7 @@ from lokakern.nn.module_scan import shape_of
 from lokakern.types import Device, NormForm
 
 COLUMNS = 8  # kernels read x0 and x in 16 bytes: other rows would be copied
+_VIEWS = ("view", "view_as", "reshape", "flatten", "unflatten")
 _LISTS = (nn.ModuleList, nn.ModuleDict)  # never called themselves
 
 
@@ -132,11 +133,20 @@ def tensors_moved(cross: FoundCross, module: nn.Module) -> int:
     tensor instead of these, and nothing is written less.
     """
     reads = 2 if cross.x0 is cross.x else 3
-    is_written = any(
-        user.op == "call_module" and isinstance(module.get_submodule(str(user.target)), nn.Linear)
-        for user in cross.sum.users
-    )
-    return reads + 1 if is_written else reads - 1
+    return reads + 1 if _is_multiplied(cross.sum, module) else reads - 1
+
+
+def _is_multiplied(node: fx.Node, module: nn.Module) -> bool:
+    """Whether a linear layer reads a tensor, or a view of it."""
+    for user in node.users:
+        is_view = user.op == "call_method" and user.target in _VIEWS and user.args[0] is node
+        if is_view and _is_multiplied(user, module):
+            return True
+        if user.op == "call_module":
+            reader = module.get_submodule(str(user.target))
+            if isinstance(reader, nn.Linear):
+                return True
+    return False
 
 
 def _why_not(layer: nn.Module) -> str:

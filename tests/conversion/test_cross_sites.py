@@ -14,16 +14,22 @@ import torch
 from torch import Tensor, nn
 
 import lokakern
+from lokakern.bench.models.dhen import SIZES, DHENLayer
+from lokakern.bench.models.zoo.dcnv2 import FullCrossNetwork
 from lokakern.chain.candidates import Layer
 from lokakern.conversion.chain_rivals import ChainJudge, Rivals, SpanLayer
 from lokakern.conversion.convert import Conversion
-from lokakern.conversion.cross_sites import CrossSpan
+from lokakern.conversion.cross_sites import CrossSpan, tensors_moved
 from lokakern.conversion.routes import Route
+from lokakern.conversion.tune import Tuning, tune
+from lokakern.nn.cross_pattern import crosses_in
+from lokakern.nn.crossed_forward import graph_of
 from lokakern.problems import make_problem
 from lokakern.selection import dispatcher
 from lokakern.selection.weight_forms import with_weight
 from lokakern.types import Format, Granularity
 from lokakern.workloads.suite_files import suite_from_file
+from tests.conversion.test_tune import On, Script
 from tests.support.chain_rows import NONE, ROW, layer_problem, layer_rows, plain_rows
 from tests.support.conversions import H200
 from tests.support.measurements import BF16, Book, gemm, time
@@ -315,3 +321,76 @@ def test_chains_that_are_off_leave_the_traced_forward(full: Book) -> None:
     assert chains_run(model) == 2
     handle.use_routes({}, off_chains=every)
     assert "forward" not in vars(model.crosses)
+
+
+# --- tuning
+
+
+def tuned(model: nn.Module, gain_us: float) -> tuple[Tuning, Conversion]:
+    handle = convert(model, 0.06)
+    chains = {(f"{span.words}", "chain"): gain_us for span in crosses_of(handle)}
+    script = ChainScript(handle, lambda on: 100.0 - sum(chains.get(x, 0.0) for x in on))
+
+    def step() -> None:
+        with torch.no_grad():
+            model(rows())
+
+    return tune(handle, step, make_timer=script), handle
+
+
+class ChainScript(Script):
+    """Times follow from the chains that run."""
+
+    def on(self) -> On:
+        return {
+            (span.words, "chain") for span in crosses_of(self.handle)
+            if span.sites not in self.handle.off_chains
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize(("gain_us", "count"), [(10.0, 2), (-10.0, 0)])
+def test_tuning_keeps_chains_that_gain(
+    full: Book, tmp_path: Path, gain_us: float, count: int
+) -> None:
+    model = model_of()
+    found, handle = tuned(model, gain_us)
+    groups = [t.group for t in found.groups if t.group.gemm == "chain"]
+    # The two have equal plans: one group, although their rivals differ.
+    assert [group.chains for group in groups] == [(("crosses.layers.0",), ("crosses.layers.1",))]
+    assert chains_run(model) == count
+    found.save(tmp_path / "tuned.json")
+    handle.undo()
+    again = model_of()
+    convert(again, 0.06, tuned=tmp_path / "tuned.json")
+    assert chains_run(again) == count
+
+
+# --- models
+
+
+def found_in(module: nn.Module) -> list[tuple[tuple[str, ...], str, int]]:
+    crosses = crosses_in(graph_of(module), module)
+    return [(x.names, x.why, tensors_moved(x, module)) for x in crosses]
+
+
+def test_crosses_of_models_are_found() -> None:
+    full = FullCrossNetwork(16, 3)
+    names = [(f"layers.{i}",) for i in range(3)]
+    assert found_in(full) == [(names[0], "", 3), (names[1], "", 4), (names[2], "", 2)]
+    # Its reader is no linear layer, but a module that calls one, which the trace does not enter.
+    for n in (4, 6):  # with and without a shortcut
+        assert found_in(DHENLayer(n, SIZES["tiny"])) == [(("down", "up"), "", 1)]
+
+
+class Viewed(FullCrossNetwork):
+    def __init__(self) -> None:
+        super().__init__(16, 1)
+        self.after = nn.Linear(4, 4)
+
+    def forward(self, x0: Tensor) -> Tensor:
+        y: Tensor = self.after(super().forward(x0).view(-1, 4, 4))
+        return y
+
+
+def test_a_layer_may_read_a_view() -> None:
+    assert found_in(Viewed()) == [(("layers.0",), "", 3)]

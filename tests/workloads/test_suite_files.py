@@ -189,7 +189,7 @@ NAMED = 'name = "a"\n'
         (NAMED + LAYER + 'epilogue = "relu+bias"\nforms = ["chain"]',
          "epilogue 'relu.bias' is unknown; expected words of bias"),
         (NAMED + LAYER + 'epilogue = "block_rms(3)"\nforms = ["chain"]', "layer 1: epilogue is"),
-        (NAMED + LAYER + 'epilogue = "bias+gate"\nforms = ["chain"]', "reads no residual or gate"),
+        (NAMED + LAYER + 'epilogue = "bias+gate"\nforms = ["chain"]', "residual and no gate"),
         (NAMED + LAYER + 'epilogue = "residual+rms"\nforms = ["chain"]', "reads no residual"),
         (NAMED + LAYER + 'epilogue = "rms+residual_last"\nforms = ["chain"]', "reads no residual"),
         (NAMED + LAYER + 'epilogue = "bias"\nbatch = 2\nforms = ["chain"]', "takes no batch"),
