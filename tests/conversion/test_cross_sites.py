@@ -218,6 +218,19 @@ def test_a_suite_lists_crosses(book: Book, tmp_path: Path) -> None:
         assert layer_problem(FULL, 512, reads, weight, NONE) in found
 
 
+def test_times_with_a_bias_stand_for_those_without(full: Book) -> None:
+    crosses = FullCrosses()
+    for layer in crosses.layers:
+        layer.bias = None
+    model = Net(crosses).bfloat16().eval()
+    handle = convert(model, 0.06)
+    assert chains_run(model) == 2
+    for row in (row for row in handle.choices if row["gemm"] == "chain"):
+        assert row["why"].endswith("by times and errors of bias+cross")
+    assert "(512 x 512 cross)" in handle.explain("crosses.layers.0")
+    assert 'epilogue = "cross"' in handle.suite([512])
+
+
 class Training(FullCrosses):
     def forward(self, x0: Tensor) -> Tensor:
         return super().forward(x0) if self.training else super().forward(x0) * 2
