@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lokakern import numerics
+from lokakern import mods, numerics
 from lokakern.errors import UnsupportedError
 from lokakern.nn import chain_call
 from lokakern.nn.chain_plan import ChainLayer, ChainStep, plan_text
@@ -496,3 +496,37 @@ def test_warm_calls_are_replayed(calls: list[Any]) -> None:
         assert torch.equal(
             library.call_op("lokakern::routed_chain", x, given, plan), op(x, given, plan)
         )
+
+
+class Fused(Full):
+    """A cross after two layers on one tensor, which a mod fuses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = Linear(N, N), Linear(N, N)
+
+    def forward(self, x0: Tensor) -> Tensor:
+        x = self.one(x0) + self.two(x0)
+        return x0 * self.layers[0](x) + x
+
+
+def test_a_forward_of_a_mod_is_kept(calls: list[Any]) -> None:
+    model, x = Fused().bfloat16(), rows()
+    report = mods.apply(model, [mods.FuseShared()])
+    assert len(report.changed) == 1
+    fused, y = vars(model)["forward"], model(x)
+    set_crosses(model, FULL[:1])
+    assert len(calls) == 0 and not torch.equal(model(x), y) and len(calls) == 1
+    assert torch.equal(model(rows(15)), fused(rows(15)))
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin(x), model(x))
+    with pytest.raises(UnsupportedError, match="forward"):
+        report.undo()
+    model.scale = True
+    assert torch.equal(model(x), y)
+    for module in (model, twin):
+        remove_crosses(module)
+        assert torch.equal(module(x), y)
+    assert vars(model)["forward"] is fused
+    report.undo()
+    assert "forward" not in vars(model)
