@@ -227,7 +227,7 @@ def chain_rows(span: Span, off: Collection[ChainSites]) -> list[dict[str, Any]]:
 
 def why_no_chains(
     budget: ErrorBudget | None, *, is_forced: bool, is_inference: bool, is_reported: bool,
-    is_checked: bool, is_between: bool,
+    is_checked: bool, is_between: bool, is_wanted: bool,
 ) -> str:  # fmt: skip
     """Why a conversion as a whole has no chains, or ""."""
     if is_forced:
@@ -236,6 +236,8 @@ def why_no_chains(
         return "chains have no gradients: convert with inference=True"
     if dispatcher.choices() is not None:
         return "choices are frozen, without those of chains"
+    if not is_wanted:
+        return "chains=False, the default"
     if not is_between:
         return "between=False"
     if is_checked:

@@ -99,6 +99,7 @@ def convert(
     distribution: str | Sequence[str] | None = None,
     m_range: MRange | None = None,
     between: bool = True,
+    chains: bool = False,
     weight_scales: Sequence[Granularity | str] | None = None,
     check: str | None = None,
     tuned: str | os.PathLike[str] | None = None,
@@ -144,11 +145,7 @@ def convert(
             weight have no effect, except `load_state_dict` of the model. Unquantized bfloat16
             weights are copied to buffers where that is faster: of fused layers concatenated, of
             padded layers padded, and column-major where k is not a multiple of 8
-            (`lokakern.nn.token_mixing.with_aligned_layout`). Layers of an `nn.Sequential`, a
-            `LinearNormAct`, and DCN's crosses ``x0 * layer(x) + x`` in forwards that torch.fx can
-            trace may run as chains, in one op with FP8 between the layers, where that was measured
-            to be faster and the error of each layer is within the budget; see
-            `Conversion.explain`.
+            (`lokakern.nn.token_mixing.with_aligned_layout`).
         device: Device of the measurements, or of forced kernels, such as "NVIDIA H200"; None: the
             parameters' device. On other devices kernels are emulated: slow, with the same rounding.
         distribution: With a budget, the input distributions for errors.
@@ -158,6 +155,11 @@ def convert(
             a static scale after BlockNorm and an activation, if the budget is a row error of at
             least 0.05; in inference also after an activation alone, in one kernel, at m where that
             was timed, and in chains of layers. See `lokakern.nn.static_handoff`.
+        chains: Whether, in inference, layers of an `nn.Sequential`, a `LinearNormAct`, and DCN's
+            crosses ``x0 * layer(x) + x`` in forwards that torch.fx can trace may run as chains, in
+            one op with FP8 between the layers, where that was measured to be faster and the error
+            of each layer is within the budget; see `Conversion.explain`. Off by default: its
+            kernels were tested on a GPU, chains in converted models only by emulation so far.
         weight_scales: Granularities of weights, of "tensor", "row" and "128x128"; None: all. With
             ["tensor"] FSDP2 can gather them as FP8, see `lokakern.distributed.fsdp2_gather`.
         check: ``"every:rows"``, such as "1000:64": in every 1000th call of each FP8 product,
@@ -221,6 +223,7 @@ def convert(
         names,
         m_range,
         between,
+        chains,
         forms,
         marker,
         regime,
@@ -273,6 +276,7 @@ class Conversion:
         distributions: tuple[str, ...] | None,
         m_range: MRange | None,
         between: bool,
+        chains: bool,
         forms: Sequence[Granularity],
         marker: sampled_check.Marker,
         regime: str,
@@ -281,6 +285,7 @@ class Conversion:
         self._wanted = wanted
         self._device, self._distributions, self._m_range = device, distributions, m_range
         self._between, self._forms, self._marker = between, forms, marker
+        self._has_chains = chains
         self.untuned: dict[str, tuple[Route, ...]] = {}  # routes as chosen by `refresh`
         self.plain: set[str] = set()  # sites that keep the parameter as it is, see `use_routes`
         self.regime = regime
@@ -350,7 +355,7 @@ class Conversion:
         self.why_no_chains = why_no_chains(
             budget, is_forced=isinstance(wanted, Forced), is_inference=self._inference,
             is_reported=isinstance(wanted, ProbeReport), is_checked=self._marker.is_on,
-            is_between=self._between,
+            is_between=self._between, is_wanted=self._has_chains,
         )  # fmt: skip
         self.left_crosses = {}
         if self.why_no_chains:

@@ -135,7 +135,7 @@ def book(tmp_path: Path) -> Iterator[Book]:
 
 
 convert = functools.partial(
-    lokakern.convert, device=H200, distribution="X1", inference=True
+    lokakern.convert, device=H200, distribution="X1", inference=True, chains=True
 )  # fmt: skip
 
 
@@ -201,7 +201,7 @@ def test_frozen_choices_have_no_chains(book: Book, monkeypatch: pytest.MonkeyPat
         patch.setattr(chain_spans.dispatcher, "choices", lambda: object())
         words = chain_spans.why_no_chains(
             ErrorBudget(row_err=0.06), is_forced=False, is_inference=True, is_reported=False,
-            is_checked=False, is_between=True,
+            is_checked=False, is_between=True, is_wanted=True,
         )  # fmt: skip
     assert words == "choices are frozen, without those of chains"
 

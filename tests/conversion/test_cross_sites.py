@@ -38,7 +38,7 @@ N, RANK = 512, 64
 FULL = Layer(N, N, "bias+cross")
 DOWN, UP = Layer(RANK, N, "none"), Layer(N, RANK, "bias+cross")
 M = (512, 2048)
-convert = functools.partial(lokakern.convert, device=H200, distribution="X1", inference=True)
+convert = functools.partial(lokakern.convert, device=H200, distribution="X1", inference=True, chains=True)
 
 
 class FullCrosses(nn.Module):
