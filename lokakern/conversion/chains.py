@@ -33,7 +33,7 @@ from lokakern.conversion.chain_rivals import (
     is_separate,
 )
 from lokakern.conversion.routes import ANY_M, within
-from lokakern.nn.chain_plan import ChainLayer, ChainStep, Steps, plan_text
+from lokakern.nn.chain_plan import ChainLayer, ChainStep, Steps, plan_text, read_plan
 from lokakern.registry.register import KERNELS, kernels_for
 from lokakern.selection.ties import within_noise
 from lokakern.types import Device, Granularity, norm_form
@@ -140,10 +140,37 @@ def plan_span(span: Sequence[SpanLayer], judge: ChainJudge) -> SpanPlan:
     A span is cut into chains, and layers that are left alone, once for all m: so that the gains,
     each relative to the time of the span, are largest over the measured m.
     """
-    search = _Search(tuple(span), judge)
-    chains = tuple(search.planned(*ends) for ends in search.best_cuts())
+    own = _Search(tuple(span), judge)
+    search = _Search(tuple(map(own.as_measured, span)), judge)
+    chains = tuple(
+        _of_layers(search.planned(start, stop), span[start:stop])
+        for start, stop in search.best_cuts()
+    )
     why = "" if chains else search.why_none()
-    return SpanPlan(chains, why, search.missing)
+    return SpanPlan(chains, why, own.missing)
+
+
+def _of_layers(chain: PlannedChain, span: Sequence[SpanLayer]) -> PlannedChain:
+    """The chain with the epilogues of the span, which may differ from the measured ones."""
+    layers = tuple(
+        layer._replace(epilogue=x.layer.epilogue)
+        for layer, x in zip(chain.layers, span, strict=True)
+    )
+    if layers == chain.layers:
+        return chain
+    others = zip(chain.layers, layers, strict=True)
+    names = dict.fromkeys(old.epilogue for old, new in others if old != new)
+    _, aligned, other = read_plan(chain.text)
+    why = f"{chain.why}, by times of {', '.join(names)}"
+    return replace(chain, layers=layers, text=plan_text(layers, aligned, other), why=why)
+
+
+def _with_other_bias(epilogue: str) -> str:
+    """The same epilogue without its bias, or with one."""
+    words = [word for word in epilogue.split("+") if word not in ("bias", "none")]
+    if "bias" not in epilogue.split("+"):
+        words.insert(0, "bias")
+    return "+".join(words) or "none"
 
 
 def takes(layer: Layer, device: Device, writes: Granularity = NONE) -> bool:
@@ -203,6 +230,15 @@ class _Search:
         self._sizes = [self._rivals.measured_m(x.layer) for x in span]
 
     # ---- what was measured
+
+    def as_measured(self, x: SpanLayer) -> SpanLayer:
+        """The layer, or without times of it the same with, or without, a bias, if that has some.
+
+        Suites rarely hold both, and a bias changes times by little, errors not at all.
+        """
+        alike = x.layer._replace(epilogue=_with_other_bias(x.layer.epilogue))
+        measured = self._rivals.measured_m
+        return x if measured(x.layer) or not measured(alike) else x._replace(layer=alike)
 
     @property
     def missing(self) -> tuple[Layer, ...]:

@@ -7,8 +7,8 @@ layers is a span of both; a chain may run its last layer alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 
 from torch import Tensor, fx, nn
 
@@ -119,29 +119,10 @@ def planned_crosses(
             )
             key = (span, judge)
             if key not in known:
-                known[key] = _planned(span, judge)
+                known[key] = plan_span(span, judge)
             kept = cross.names[-len(found) :]
             spans.append(CrossSpan(module, tuple(found), sites, known[key], kept))
     return spans, left
-
-
-def _planned(span: Sequence[SpanLayer], judge: ChainJudge) -> SpanPlan:
-    """The chain of a cross; where it was not measured, by the times with, or without, a bias."""
-    plan, last = plan_span(span, judge), span[-1].layer
-    if plan.chains or last not in plan.missing:
-        return plan
-    other = "cross" if last.epilogue == "bias+cross" else "bias+cross"
-    alike = span[-1]._replace(layer=last._replace(epilogue=other))
-    chains = tuple(
-        replace(
-            chain,
-            layers=(*chain.layers[:-1], chain.layers[-1]._replace(epilogue=last.epilogue)),
-            text=chain.text.replace(f"|{other}|", f"|{last.epilogue}|"),
-            why=f"{chain.why}, by times and errors of {other}",
-        )
-        for chain in plan_span((*span[:-1], alike), judge).chains
-    )
-    return SpanPlan(chains, "" if chains else plan.why, plan.missing)
 
 
 def tensors_moved(cross: FoundCross, module: nn.Module) -> int:

@@ -80,6 +80,26 @@ def test_layers_exchange_fp8_where_that_is_faster(book: Book) -> None:
     assert at[512].row_err == pytest.approx((0.04**2 + 0.04**2) ** 0.5)
 
 
+@pytest.mark.parametrize("asked", ["relu", "bias+relu"])
+def test_times_with_another_bias_stand_for_those_that_were_not_measured(
+    book: Book, asked: str
+) -> None:
+    measured = {"relu": "bias+relu", "bias+relu": "relu"}[asked]
+    layer, known = (WIDE._replace(epilogue=x) for x in (asked, measured))
+    rows = [
+        *layer_rows(known, {512: 20.0}, {512: 10.0}),
+        *layer_rows(NARROW, {512: 20.0}, {512: 10.0}),
+    ]
+    book.write(*rows)
+    plan = planned(layer, NARROW)
+    (chain,) = plan.chains
+    assert [x.epilogue for x in chain.layers] == [asked, NARROW.epilogue]
+    assert [x.epilogue for x in read_plan(chain.text)[0]] == [asked, NARROW.epilogue]
+    assert len(steps_at(chain.text, 512)) == 2
+    assert chain.why.endswith(f"by times of {measured}")
+    assert plan.missing == (layer,)
+
+
 def test_a_plan_is_used_between_measured_m_and_nowhere_else(book: Book) -> None:
     book.write(*both({512: 20.0, 2048: 60.0}, {512: 10.0, 2048: 30.0}))
     (chain,) = planned(WIDE, NARROW).chains

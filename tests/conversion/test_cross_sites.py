@@ -38,7 +38,9 @@ N, RANK = 512, 64
 FULL = Layer(N, N, "bias+cross")
 DOWN, UP = Layer(RANK, N, "none"), Layer(N, RANK, "bias+cross")
 M = (512, 2048)
-convert = functools.partial(lokakern.convert, device=H200, distribution="X1", inference=True, chains=True)
+convert = functools.partial(
+    lokakern.convert, device=H200, distribution="X1", inference=True, chains=True
+)
 
 
 class FullCrosses(nn.Module):
@@ -226,7 +228,7 @@ def test_times_with_a_bias_stand_for_those_without(full: Book) -> None:
     handle = convert(model, 0.06)
     assert chains_run(model) == 2
     for row in (row for row in handle.choices if row["gemm"] == "chain"):
-        assert row["why"].endswith("by times and errors of bias+cross")
+        assert row["why"].endswith("by times of bias+cross")
     assert "(512 x 512 cross)" in handle.explain("crosses.layers.0")
     assert 'epilogue = "cross"' in handle.suite([512])
 
