@@ -198,7 +198,7 @@ def sweep(
             if not cases and fitted is None:
                 return
         if prebuild:
-            _prebuild(cases, device, kernel or (), quiet)
+            _prebuild(cases, device, kernel or (), quiet, has_errors=errors != "none")
             return
         database = read()
         shown = terminal.TerminalProgress(quiet=quiet) if ranks.rank == 0 else None
@@ -340,11 +340,21 @@ def _checked(
     return cases
 
 
-def _prebuild(cases: Sequence[Case], device: Device, kernels: Sequence[str], quiet: bool) -> None:
+def _prebuild(
+    cases: Sequence[Case],
+    device: Device,
+    kernels: Sequence[str],
+    quiet: bool,
+    *,
+    has_errors: bool,
+) -> None:
+    from lokakern.measure.accuracy import launched_for_errors
     from lokakern.render import terminal
 
     with terminal.TerminalProgress(quiet=quiet) as progress:
         problems = [case.problem for case in cases]
+        if has_errors:
+            problems += [launched_for_errors(problem, device) for problem in problems]
         built = compiling.prebuild(problems, device, tuple(kernels), progress=progress)
     say(f"{built.compiled} kernels compiled for {device.product} and {built.already_there} "
         f"there already, in {built.seconds:.0f} s")  # fmt: skip

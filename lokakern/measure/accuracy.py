@@ -117,6 +117,17 @@ def cells_for(
     return cells
 
 
+def launched_for_errors(problem: Problem, device: Device) -> Problem:
+    """The problem that kernels of a problem compute where their error is measured.
+
+    It may need other compiled kernels: those for another m, and without a bias.
+    """
+    asked = accuracy_problem(problem, fp8_format(device))
+    if not problem.a.format.is_fp8:
+        return asked
+    return replace(asked, op=problem.op, a=problem.a, b=problem.b)
+
+
 def sampled_rows(rows: int, k: int) -> int:
     """Rows of an operand that are sampled to measure an error, of those a problem has."""
     return min(rows, max(FEWEST_ROWS, SAMPLED_ELEMENTS // k // GROUP * GROUP))

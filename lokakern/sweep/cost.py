@@ -15,6 +15,7 @@ PROBLEM_S, CANDIDATE_S = 0.02, 0.022
 NORM_CANDIDATE_S = 0.03  # its check computes a norm in float64
 # Duration of a candidate in multiples of `floor_us`: warm-up, at least 5 replays, check.
 GPU_CALLS, CPU_CALLS = 60.0, 8.0
+UNALIGNED = 6.0  # where rows are no multiples of 16 bytes, many kernels take so many floors
 CPU_SLOWDOWN = 1e4  # one core against an H200
 CPU_CANDIDATE_S = 0.06
 ERROR_S, SAMPLED_ELEMENT_S = 0.0013, 9.5e-10  # 16 cores sample while the GPU measures
@@ -29,6 +30,8 @@ def timing_s(problem: Problem, candidates: int, device: Device) -> float:
         each = CPU_CANDIDATE_S + CPU_CALLS * CPU_SLOWDOWN * call_s / device.compute_units
         return PROBLEM_S + candidates * each
     candidate_s = NORM_CANDIDATE_S if problem.op in NORM_OPS else CANDIDATE_S
+    is_aligned = problem.b is None or problem.n % 8 == problem.k % 8 == 0
+    call_s *= 1.0 if is_aligned else UNALIGNED
     return PROBLEM_S + candidates * (candidate_s + GPU_CALLS * call_s)
 
 

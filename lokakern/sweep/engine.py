@@ -21,7 +21,7 @@ from lokakern.build.prebuild import prebuild
 from lokakern.device import current_device, current_environment
 from lokakern.errors import MeasurementError, UnknownNameError
 from lokakern.measure import timing
-from lokakern.measure.accuracy import numerics_class
+from lokakern.measure.accuracy import launched_for_errors, numerics_class
 from lokakern.measure.time_problem import torch_device
 from lokakern.progress import Progress
 from lokakern.registry.schema.records import TimingRecord
@@ -244,9 +244,11 @@ def sweep(
         + (f" on {ranks.world} ranks" if ranks.world > 1 else "")
     )
     if device.is_gpu and len(todo) >= FEWEST_PREBUILT:
-        timed = [job.case.problem for job in todo]
+        launched = [job.case.problem for job in todo]
+        if plan.cells:
+            launched += [launched_for_errors(problem, device) for problem in launched]
         ranks.once(
-            "prebuild", lambda: prebuild(timed, device, only, progress=progress, again=False)
+            "prebuild", lambda: prebuild(launched, device, only, progress=progress, again=False)
         )
     run = RunFile.create(
         read.source, suite=suite, command=command, harness_digest=harness_digest(), grade=grade

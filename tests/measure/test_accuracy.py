@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from lokakern import numerics
-from lokakern.measure.accuracy import Cell, cells_for, measure_cells
+from lokakern.build.prebuild import jobs_for
+from lokakern.measure.accuracy import Cell, cells_for, launched_for_errors, measure_cells
 from lokakern.measure.operand_cache import operand_digest
 from lokakern.problems import accuracy_problem, make_problem, sums_over_samples
 from lokakern.registry.register import KERNELS, Kernel, load_kernels
@@ -89,3 +90,22 @@ def test_operand_digests_depend_on_values_not_layout() -> None:
     x = torch.randn(1, 5)
     assert operand_digest(x.t()) == operand_digest(x.flatten())  # of strides (1, 5) before
     assert operand_digest(x, None) != operand_digest(2 * x)
+
+
+@pytest.mark.parametrize("left", [Format.BFLOAT16, E4M3])
+def test_errors_are_launched_at_their_m_without_a_bias(left: Format) -> None:
+    """The kernels of a timed layer with a bias are others, which a sweep has to compile, too."""
+    device = Device("nvidia", "NVIDIA H200", "sm_90", 132, 141)
+    scales = Granularity.ROW if left.is_fp8 else Granularity.NONE
+    problem = make_problem(
+        "gemm_norm", (8192, 256, 512), a=Operand(left, scales), epilogue="bias+layer+affine+relu"
+    )
+    launched = launched_for_errors(problem, device)
+    assert (launched.m, launched.n, launched.k) == (2048, 256, 512)
+    assert launched.epilogue == "layer+relu"
+    assert launched.a == problem.a and launched.b == problem.b
+    kernel = KERNELS["cuda.gemm_norm_row" if left.is_fp8 else "cuda.gemm_norm_bf16"]
+    timed, checked = (jobs_for([p], device, [kernel]) for p in (problem, launched))
+    assert len(timed) == len(checked) == 1
+    assert timed != checked
+    assert launched_for_errors(launched, device) == launched

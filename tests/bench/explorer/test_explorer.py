@@ -57,7 +57,9 @@ def rows_of(get: Get, name: str, **parameters: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", QUESTIONS)
 def test_every_query_has_an_answer_in_the_shipped_file(get: Get, name: str) -> None:
-    answer = get(f"/{name}.json", _shape="objects").json()
+    # On the newest day no problem was timed again, so that nothing regressed there.
+    given = {"since": "2026-11-23"} if name == "regressed" else {}
+    answer = get(f"/{name}.json", _shape="objects", **given).json()
     assert answer["ok"], answer
     assert answer["rows"]
     columns = set(answer["rows"][0])
