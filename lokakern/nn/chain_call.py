@@ -226,6 +226,6 @@ def _is_usual(layer: Linear) -> bool:
 def _is_usual_tensor(tensor: Tensor, x: Tensor) -> bool:
     # Tensors that a compiler traces have other types; a parameter is one of either.
     is_own = type(tensor) in (Parameter, Tensor) or (
-        is_compiling() and not hasattr(tensor, "device_mesh")
+        is_compiling() and isinstance(tensor, Tensor) and not hasattr(tensor, "device_mesh")
     )
     return is_own and tensor.dtype is bfloat16 and tensor.device == x.device

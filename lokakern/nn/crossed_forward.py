@@ -39,6 +39,7 @@ from lokakern.types import Granularity
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)  # which a forward reads, and does not call
 _SETTINGS = (bool, int, float, str, type(None))
+_OF_TORCH = frozenset((*vars(nn.Module()), "forward"))
 
 
 class Cross(NamedTuple):
@@ -118,8 +119,9 @@ class CrossedForward:
         self._children = _children(module)
         self._values = {
             name: value for name, value in vars(module).items()
-            if isinstance(value, _SETTINGS) and name != "training"
+            if name not in _OF_TORCH and name != "training"
         }  # fmt: skip
+        self._of_class = _settings_of(module)
         self._compile()
 
     def _compile(self) -> None:
@@ -130,7 +132,8 @@ class CrossedForward:
     def run(self, *args: Any, **options: Any) -> Any:
         """The module's output; this method is its ``forward``."""
         module = self.module
-        if self.is_as_traced:
+        is_given = not any(x is None for x in (*args, *options.values()))  # as traced
+        if is_given and self.is_as_traced:
             return self._function(module, self.plans, *args, **options)
         if self.before is not None:
             return self.before(*args, **options)
@@ -152,7 +155,12 @@ class CrossedForward:
                 return False
         own = vars(self.module)  # torch adds attributes in compiling
         for name, value in self._values.items():
-            if name not in own or own[name] != value:
+            if name not in own or not _is_same(own[name], value):
+                return False
+        kind = type(self.module)
+        for name, value in self._of_class.items():
+            is_other = isinstance(value, _SETTINGS) and not _is_same(getattr(kind, name), value)
+            if name in own or is_other:
                 return False
         return True
 
@@ -186,6 +194,24 @@ def graph_of(module: nn.Module) -> fx.Graph:
             raise UnsupportedError(f"argument {name} of its forward is optional")
     with uncrossed(module):
         return traced(module)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two values of an attribute are one object, or equal settings."""
+    if isinstance(other, _SETTINGS):
+        return type(one) is type(other) and bool(one == other)
+    return one is other
+
+
+def _settings_of(module: nn.Module) -> dict[str, Any]:
+    """What a module has from its class: settings, and names of methods and others."""
+    mro = type(module).__mro__
+    found: dict[str, Any] = {}
+    for base in mro[: mro.index(nn.Module)]:
+        for name, value in vars(base).items():
+            if name not in vars(module) and not name.startswith("__") and name != "forward":
+                found.setdefault(name, value if isinstance(value, _SETTINGS) else ())
+    return found
 
 
 class _Module(NamedTuple):

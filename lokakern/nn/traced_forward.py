@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import os
+import sys
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import fx, nn
 from torch.fx.passes.tools_common import legalize_graph
 
@@ -15,17 +18,55 @@ from lokakern.errors import UnsupportedError
 _GRAPHS: WeakKeyDictionary[Any, fx.Graph] = WeakKeyDictionary()  # of rewritten forwards
 
 
+_OF_TORCH = os.path.dirname(torch.__file__) + os.sep
+
+
+class _Proxy(fx.Proxy):
+    """A proxy that forwards cannot ask for its type, because it is not that of a tensor."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        code = sys._getframe(1).f_code
+        is_of_torch = code.co_filename.startswith(_OF_TORCH) and code.co_name != "is_tensor"
+        if not is_of_torch and code.co_filename != __file__:
+            raise UnsupportedError("its forward depends on the type of a tensor")
+        return _Proxy
+
+
 class _Tracer(fx.Tracer):
+    # Else reads of buffers are constants, and writes to them happen when the forward is traced.
+    proxy_buffer_attributes = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._modes = _modes()
+
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return True
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
+
+    def create_proxy(self, *arguments: Any, **options: Any) -> fx.Proxy:
+        if _modes() != self._modes:
+            raise UnsupportedError("its forward changes the mode of gradients or autocast")
+        return super().create_proxy(*arguments, **options)
+
+
+def _modes() -> tuple[object, ...]:
+    """What blocks such as ``torch.no_grad()`` change, which a graph does not show."""
+    devices = ("cpu", "cuda")
+    is_cast = [(torch.is_autocast_enabled(x), torch.get_autocast_dtype(x)) for x in devices]
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *is_cast
 
 
 def traced(parent: nn.Module) -> fx.Graph:
     """The graph of the forward of a module, whose children are not traced.
 
     Raises:
-        UnsupportedError: The forward cannot be traced, differs between training and evaluation, or
-            is not that of the class.
+        UnsupportedError: The forward cannot be traced, differs between training and evaluation, is
+            not that of the class, or does what a graph does not show: it sets attributes of the
+            module, asks for the type of a tensor, or changes the mode of gradients or autocast.
     """
     own = vars(parent).get("forward")
     if own is not None:
@@ -36,23 +77,37 @@ def traced(parent: nn.Module) -> fx.Graph:
                 "torch.fx cannot trace it: it has a forward of its own, beside that of its class"
             )
         return copy.deepcopy(known)
-    was_training, attributes = parent.training, set(vars(parent))
+    was_training, attributes = parent.training, dict(vars(parent))
     graphs = []
     try:
         for mode in (True, False):
             parent.training = mode  # not of its children, which are not traced
             graphs.append(_Tracer().trace(parent))
+    except UnsupportedError:
+        raise
     except Exception as error:  # fx raises whatever a forward does with a proxy
         raise UnsupportedError(f"torch.fx cannot trace it: {error}") from error
     finally:
         parent.training = was_training
-        for name in vars(parent).keys() - attributes:
-            if name.startswith("_tensor_constant"):  # of fx, different in each graph
-                delattr(parent, name)
+        written = _restore(parent, attributes)
+    if written:
+        raise UnsupportedError(f"its forward sets the attribute {min(written)}")
     codes = [graph.python_code("self").src for graph in graphs]
     if codes[0] != codes[1]:
         raise UnsupportedError("its forward depends on whether it trains")
     return graphs[0]
+
+
+def _restore(parent: nn.Module, attributes: dict[str, Any]) -> list[str]:
+    """Undo what tracing set in a module; the names of what its forward set."""
+    own = vars(parent)
+    changed = [name for name, x in attributes.items() if name not in own or own[name] is not x]
+    added = own.keys() - attributes.keys()
+    for name in added:
+        del own[name]
+    own.update((name, attributes[name]) for name in changed)
+    # Constants of fx are different in each graph.
+    return [*changed, *(name for name in added if not name.startswith("_tensor_constant"))]
 
 
 def forward_of(parent: nn.Module, graph: fx.Graph) -> Callable[..., Any]:

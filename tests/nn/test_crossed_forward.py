@@ -475,6 +475,133 @@ def test_a_forward_of_its_own_stays() -> None:
     assert vars(model)["forward"] is own
 
 
+class Around(nn.Module):
+    """A cross in a forward that a test gives, with attributes of several kinds."""
+
+    flag = False
+
+    def __init__(self, run: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.a, self.run, self.act, self.sizes = Linear(N, N), run, torch.relu, (1, 2)
+        self.register_buffer("count", torch.zeros(()))
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return self.act(x * 3 if self.flag else x * self.sizes[0])
+
+    def forward(self, x: Tensor) -> Any:
+        return self.run(self, x)
+
+
+A_CROSS = [Cross(("a",), PLAN)]
+
+
+def plain(s: Any, x: Tensor) -> Tensor:
+    return s.scaled(x * s.a(x) + x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("act", torch.sigmoid), ("sizes", (5, 2)), ("flag", True), ("scaled", lambda x: -x)],
+)
+def test_a_forward_follows_attributes(name: str, value: Any, calls: list[Any]) -> None:
+    model, x = Around(plain).bfloat16(), rows()
+    set_crosses(model, A_CROSS)
+    model(x)
+    assert len(calls) == 1
+    twin = pickle.loads(pickle.dumps(model))
+    twin(x)
+    assert len(calls) == 2
+    for module in (model, twin):
+        setattr(module, name, value)
+        assert torch.equal(module(x), original(module, x))
+    assert len(calls) == 2
+
+
+def test_a_forward_follows_its_class(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = Around(plain).bfloat16(), rows()
+    set_crosses(model, A_CROSS)
+    monkeypatch.setattr(Around, "flag", True)
+    assert torch.equal(model(x), original(model, x)) and not calls
+
+
+def test_a_traced_forward_writes_to_buffers(calls: list[Any]) -> None:
+    def run(s: Any, x: Tensor) -> Tensor:
+        s.count.add_(1)
+        return x * s.a(x) + x
+
+    model = Around(run)
+    set_crosses(model.bfloat16(), A_CROSS)
+    assert int(model.count) == 0
+    for times in range(1, 4):
+        model(rows())
+        assert len(calls) == int(model.count) == times
+
+
+def sets_an_attribute(s: Any, x: Tensor) -> Tensor:
+    s.last = x * s.a(x) + x
+    return s.last  # type: ignore[no-any-return]
+
+
+def asks_for_a_type(s: Any, x: Tensor) -> Tensor:
+    return s.a(x) * x + x if isinstance(x, Tensor) else x
+
+
+def asks_for_a_tensor(s: Any, x: Tensor) -> Tensor:
+    return s.a(x) * x + x if torch.is_tensor(x) else x
+
+
+def changes_gradients(s: Any, x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        return s.a(x) * x + x  # type: ignore[no-any-return]
+
+
+def changes_autocast(s: Any, x: Tensor) -> Tensor:
+    y = s.a(x) * x + x
+    with torch.autocast("cpu", torch.bfloat16):
+        return y * 2  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("run", "words"),
+    [
+        (sets_an_attribute, "sets the attribute last"),
+        (asks_for_a_type, "the type of a tensor"),
+        (asks_for_a_tensor, "the type of a tensor"),
+        (changes_gradients, "the mode of gradients or autocast"),
+        (changes_autocast, "the mode of gradients or autocast"),
+    ],
+)
+def test_forwards_that_do_more_than_a_graph_are_refused(
+    run: Callable[[Any, Tensor], Any], words: str, calls: list[Any]
+) -> None:
+    model = Around(run).bfloat16()
+    before = set(vars(model))
+    with pytest.raises(UnsupportedError, match=words):
+        set_crosses(model, A_CROSS)
+    assert set(vars(model)) == before
+
+
+def test_an_argument_of_none_runs_the_own_forward(calls: list[Any]) -> None:
+    class Masked(Around):
+        def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:  # type: ignore[override]
+            y = x * self.a(x) + x
+            return y if mask is None else torch.stack([y, y])
+
+    model, x = Masked(plain).bfloat16(), rows()
+    set_crosses(model, A_CROSS)
+    assert model(x, x).shape == (2, 32, N) and len(calls) == 1
+    assert torch.equal(model(x, None), original(model, x, None))
+
+
+def test_a_factor_that_is_a_number(calls: list[Any]) -> None:
+    model, x = Around(lambda s, x: x.size(0) * s.a(x) + x).bfloat16(), rows()
+    set_crosses(model, A_CROSS)
+    expected = original(model, x)
+    assert torch.equal(model(x), expected)
+    assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(x), expected)
+    assert not calls
+
+
 # --- replay in C++
 
 
