@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import operator
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
@@ -284,13 +285,23 @@ def set_crosses(module: nn.Module, crosses: Sequence[Cross], key: str = "") -> N
 
 
 def remove_crosses(module: nn.Module, key: str = "") -> None:
-    """Remove a conversion's crosses from a module."""
+    """Remove a conversion's crosses from a module.
+
+    Those of other conversions, too, if the module lacks them by now: its own forward then runs.
+    """
     crossed, others = crossed_of(module), _others(module, key)
     if crossed is None or others == crossed.settings:
         return
+    forward = crossed.before
+    if others:
+        try:
+            forward = CrossedForward(module, forward, others).run
+        except UnsupportedError as error:
+            warnings.warn(f"{error}: its own forward runs until a refresh", stacklevel=2)
+            for setting in others:
+                _drop_weights(module, setting.key)
     _drop_weights(module, key)
-    before = crossed.before
-    _set_forward(module, CrossedForward(module, before, others).run if others else before)
+    _set_forward(module, forward)
 
 
 def _set_forward(module: nn.Module, forward: Callable[..., Any] | None) -> None:
@@ -315,10 +326,11 @@ def _drop_weights(module: nn.Module, key: str) -> None:
 
 def _weights(module: nn.Module, setting: Crosses) -> Iterator[tuple[Linear, str]]:
     """The layers of crosses, each with the granularity of its FP8 weight."""
+    children = dict(module.named_modules(remove_duplicate=False))
     for names, plan in setting.crosses:
         for name, layer in zip(names, read_plan(plan)[0] if plan else (), strict=False):
-            linear = module.get_submodule(name)
-            # It is no longer one where its conversion was undone.
+            linear = children.get(name)
+            # It is no longer one where it was removed, or its conversion undone.
             if isinstance(linear, Linear) and layer.weight is not Granularity.NONE:
                 yield linear, layer.weight.value
 

@@ -39,6 +39,7 @@ _DERIVED = ("_kept", "_fp8_views", "_gathering", "_weight_scale", "_gathered", "
 # Flags of a plan, see `Routed.changed`, in this order.
 ALTERED, HELD, FROZEN, OFFLOADED = "altered", "held", "frozen", "offloaded"
 _BETWEEN = "\0"  # between the parts of a plan
+OWN_CHAIN = "\0own"  # owner of the FP8 weights of a layer's own chain
 CHAIN_DATA, CHAIN_SCALE = "chain_data_", "chain_scale_"  # names of buffers, before a granularity
 _OF_OFFLOADED = (
     "a layer with an offloaded weight multiplies bfloat16 without gradients only: use "
@@ -117,6 +118,7 @@ class Routed(nn.Module):
     _is_adopted = False  # whether it was an nn.Linear
     # Owner and granularity of FP8 weights that chains read, see `Linear.keep_chain_weight`.
     _chain_weights: tuple[tuple[str, str], ...] = ()
+    _chain_scales: tuple[str, ...] = ()  # granularities of these that the newest choice admits
     # For a weight that FSDP2 gathers as FP8, see `lokakern.distributed.fsdp2_gather`: the owner of
     # the scales, the scale, and the gathered weight.
     _gathering: Any = None
@@ -710,7 +712,12 @@ class Linear(nn.Linear, Routed):
             self._renew_chain_weights()
 
     def chain_weight(self, scales: str) -> tuple[Tensor, Tensor] | None:
-        """Bytes of data and scales of `keep_chain_weight`, or None if it could not be quantized."""
+        """Bytes of data and scales of `keep_chain_weight`.
+
+        None if it could not be quantized, or if a newer conversion chose for this layer.
+        """
+        if scales not in self._chain_scales:
+            return None
         if self._freezes(scales):
             return self.fp8_data, self.fp8_scale
         name = CHAIN_DATA + scales
@@ -727,6 +734,10 @@ class Linear(nn.Linear, Routed):
 
     def _renew_chain_weights(self) -> None:
         """Quantize the weight for chains anew, in the same memory if possible."""
+        newest = {self._choices[-1].key, OWN_CHAIN} if self._choices else None
+        self._chain_scales = tuple(
+            dict.fromkeys(x for owner, x in self._chain_weights if not newest or owner in newest)
+        )
         names = [name for name in self._buffers if name.startswith((CHAIN_DATA, CHAIN_SCALE))]
         before = {name: self._buffers[name] for name in names}
         for name in names:
@@ -735,7 +746,7 @@ class Linear(nn.Linear, Routed):
         is_usual = type(weight) in (Parameter, Tensor) and weight.dtype is bfloat16
         if not is_usual or weight.is_meta or self.padding != (0, 0) or self.is_offloaded:
             return
-        for scales in dict.fromkeys(scales for _, scales in self._chain_weights):
+        for scales in self._chain_scales:
             if self._freezes(scales):
                 continue
             with torch.no_grad():

@@ -14,16 +14,13 @@ from lokakern.errors import UnknownNameError, UnsupportedError
 from lokakern.nn.block_rms_norm import BlockRMSNorm
 from lokakern.nn.chain_call import call_parts, is_part, layers_at, prepare_chains, words_of_plan
 from lokakern.nn.chain_plan import read_plan
-from lokakern.nn.linear import Linear
+from lokakern.nn.linear import OWN_CHAIN, Linear
 from lokakern.norm import Norm, norm_named
 from lokakern.types import Granularity
 
 _FUNCTIONS = {
     "relu": functional.relu, "hardswish": functional.hardswish, "silu": functional.silu,
 }  # fmt: skip
-
-
-_OWN = "\0own"  # owner of the FP8 weights of a layer's own chain
 
 
 class LinearNormAct(Linear):
@@ -91,7 +88,7 @@ class LinearNormAct(Linear):
         for text, change in ((self._chain, self.drop_chain_weight), (plan, self.keep_chain_weight)):
             for layer in read_plan(text)[0] if text else ():
                 if layer.weight is not Granularity.NONE:
-                    change(_OWN, layer.weight.value)
+                    change(OWN_CHAIN, layer.weight.value)
         self._chain = plan
         if plan:
             prepare_chains()

@@ -424,6 +424,19 @@ def test_undoing(calls: list[Any]) -> None:
     assert torch.equal(model(x), original(model, x)) and len(calls) == 8
 
 
+def test_undoing_after_a_layer_was_removed(calls: list[Any]) -> None:
+    model, other = crossed(key="first"), crossed(key="first")
+    del model.layers[2]
+    remove_crosses(model, "first")
+    assert "forward" not in vars(model)
+    set_crosses(other, [], "second")
+    other.layers[1] = nn.Identity()
+    with pytest.warns(UserWarning, match=r"no cross of layers.1: its own forward runs"):
+        remove_crosses(other, "second")
+    assert "forward" not in vars(other) and not other.layers[0]._chain_weights
+    assert torch.equal(other(rows()), original(other, rows())) and not calls
+
+
 def test_crosses_that_are_not_there_are_refused() -> None:
     model = Full().bfloat16()
     for crosses, words in (

@@ -503,6 +503,25 @@ def test_a_shared_layer_keeps_one_weight(calls: list[Any]) -> None:
     assert not chain_buffers(shared)
 
 
+def test_a_newer_choice_for_one_layer_ends_the_chain(calls: list[Any]) -> None:
+    """It may train the layer, whose FP8 weight for the chain would be stale."""
+    model, x = model_of(), rows(32)
+    for layer in (model[0], model[3]):
+        apply_choice(layer, Chosen("first", ("", "", ""), True))
+    chained(model, key="first")
+    y = model(x)
+    assert len(calls) == 1
+    apply_choice(model[3], Chosen("second", (BY_ROW, "", ""), True))  # of the same granularity
+    model(x)
+    apply_choice(model[3], Chosen("second", ("", "", ""), False))
+    model[3].weight.mul_(-1)
+    assert torch.equal(model(x), one_by_one(model, x))
+    assert len(calls) == 1 and "chain_data_row" not in model[3]._buffers
+    model[3].weight.mul_(-1)
+    remove_choice(model[3], "second")
+    assert torch.equal(model(x), y) and len(calls) == 2
+
+
 def test_copies_and_pickles(calls: list[Any]) -> None:
     model, x = chained(), rows()
     y = model(x)
