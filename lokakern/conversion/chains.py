@@ -443,12 +443,14 @@ class _Search:
             ChainLayer(*x.layer, x.eps, read.get(place, NONE))
             for place, x in enumerate(self._span[start:stop])
         )
-        other = [
-            (first, steps if self._takes_odd(self.at(start, stop, first, weights)) else ())
-            for first, steps in aligned
-        ]
+        other = []
+        for first, steps in aligned:
+            # A range of m may begin at an odd one, where other launches would be chosen.
+            found = self.at(start, stop, -(-first // 16) * 16, weights)
+            is_odd = found is not None and found.used == steps and self._takes_odd(found)
+            other.append((first, steps if is_odd else ()))
         every = (self.at(start, stop, m, weights) for m in self._in_range(start, stop))
-        times = tuple(found for found in every if found is not None)
+        times = tuple(x for x in every if x is not None)
         logs = [math.log(t.rival_us / t.us) for t in times if t.is_faster]
         at = [t.m for t in times if t.is_faster]
         why = (
@@ -475,11 +477,9 @@ class _Search:
         m_range = self._judge.m_range
         return _merged(found if m_range is None else within(found, m_range, ()))
 
-    def _takes_odd(self, found: TimedChain | None) -> bool:
+    def _takes_odd(self, found: TimedChain) -> bool:
         """Whether the kernels take an m that 16 does not divide."""
-        return found is not None and all(
-            _refusal(step, found.m | 1, self._judge.device) is None for step in found.steps
-        )
+        return all(_refusal(step, found.m | 1, self._judge.device) is None for step in found.steps)
 
     def why_none(self) -> str:
         """Why there is no chain."""

@@ -131,6 +131,23 @@ def test_a_range_of_m_limits_plans(book: Book) -> None:
     assert [t.m for t in chain.times] == [1024]
 
 
+def test_launches_that_refuse_an_odd_m_are_not_used_there(book: Book) -> None:
+    """The range begins at an m where others would be chosen."""
+    name = "cuda.quantize_group+torch.scaled_mm_block+cuda.norm_quantize"
+    sizes = (512, 1024, 2048)
+    rows: list[Any] = []
+    for m in sizes:
+        problem = layer_problem(NARROW, m, NONE, Granularity.BLOCK, NONE)
+        rows += plain_rows(NARROW, m, m / 10)
+        rows += [time(name, problem, m / 128), time(BLOCK, problem, m / 20)]
+    rows += [accuracy(name, problem, 0.03), accuracy(BLOCK, problem, 0.03)]
+    book.write(*rows)
+    judge = JUDGE.__class__(0.06, H200, ("X1",), None, (1001, 1500))
+    (chain,) = planned(NARROW, judge=judge).chains
+    assert kernels_at(chain, 1008) == [name]
+    assert not [m for m in range(1001, 1501) if m % 16 and kernels_at(chain, m)]
+
+
 def test_a_product_without_anything_behind_it_ends_a_chain(book: Book) -> None:
     rows = both({512: 20.0}, {512: 10.0})
     rows += layer_rows(LAST, {512: 20.0}, {512: 5.0})
