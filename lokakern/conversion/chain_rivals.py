@@ -15,6 +15,7 @@ from lokakern.selection import dispatcher
 from lokakern.selection.candidates import Candidate, Time
 from lokakern.selection.padded_rows import padded_problem
 from lokakern.selection.table import Table
+from lokakern.selection.weight_forms import FORMS
 from lokakern.types import Device, Granularity, Operand, Problem, norm_form
 
 
@@ -48,6 +49,7 @@ class ChainJudge:
         regime: Regime of the times, as of `dispatch`.
         m_range: Smallest and largest m to choose for; None: all measured m.
         admits_static: Whether the budget admits static scales.
+        weights: Granularities of quantized weights.
     """
 
     limit: float
@@ -56,6 +58,7 @@ class ChainJudge:
     regime: str | None = None
     m_range: MRange | None = None
     admits_static: bool = True
+    weights: tuple[Granularity, ...] = FORMS
 
     def chain(self, layers: tuple[Layer, ...], m: int) -> Chain:
         """A request for a chain of bfloat16 input and output."""

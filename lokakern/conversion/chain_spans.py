@@ -28,7 +28,7 @@ from lokakern.nn.linear_norm_act import LinearNormAct
 from lokakern.nn.static_handoff import ACTIVATIONS, BoundedSequential, is_affordable, passes_on
 from lokakern.norm import NO_NORM, Norm, norm_named
 from lokakern.selection import dispatcher
-from lokakern.types import Device, ErrorBudget, NormForm
+from lokakern.types import Device, ErrorBudget, Granularity, NormForm
 
 takes_once = functools.lru_cache(maxsize=4096)(takes)
 ChainSites = tuple[str, ...]  # names of the layers of a chain, which tell it
@@ -254,16 +254,16 @@ def why_no_chains(
 
 def chain_judge(
     budget: ErrorBudget, device: Device, distributions: tuple[str, ...] | None, regime: str,
-    m_range: tuple[int, int] | None,
+    m_range: tuple[int, int] | None, weights: tuple[Granularity, ...],
 ) -> ChainJudge:  # fmt: skip
-    """The judge of a conversion within a budget of a row error.
+    """The judge of a conversion within a budget of a row error, for weights of granularities.
 
     Without given distributions errors are those on all realistic ones but gradients, which no
     forward pass reads.
     """
     return ChainJudge(
         budget.limits["row_err"], device, distributions or INPUTS, regime, m_range,
-        is_affordable(budget),
+        is_affordable(budget), weights,
     )  # fmt: skip
 
 

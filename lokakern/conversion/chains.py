@@ -305,6 +305,8 @@ class _Search:
         problem = option.steps[-1].problem
         if problem.out_granularity is TENSOR and norm_form(problem.epilogue).affine:
             return False
+        if _weight_of(option) not in (NONE, *self._judge.weights):
+            return False
         kernels = [KERNELS.get(step.kernel) for step in option.steps]
         last = kernels[-1]
         # A kernel that quantizes the weight in each call is for training.

@@ -366,7 +366,9 @@ class Conversion:
 
         def judge_of(weight: Tensor) -> ChainJudge:
             device = self._device_for(weight)
-            return chain_judge(budget, device, self._distributions, self.regime, self._m_range)
+            return chain_judge(
+                budget, device, self._distributions, self.regime, self._m_range, tuple(self._forms)
+            )
 
         def scales_of(sequence: nn.Sequential) -> tuple[str, ...]:
             weight = next(sequence.parameters())

@@ -201,6 +201,13 @@ def test_weights_have_the_granularity_that_is_fastest_over_all_m(book: Book) -> 
 # --- what is not chosen, and why
 
 
+def test_weights_have_only_the_granularities_of_the_conversion(book: Book) -> None:
+    book.write(*both({512: 20.0, 2048: 60.0}, {512: 10.0, 2048: 30.0}))
+    for weights, count in (((ROW,), 1), ((Granularity.TENSOR, Granularity.BLOCK), 0)):
+        judge = JUDGE.__class__(0.06, H200, ("X1",), weights=weights)
+        assert len(planned(WIDE, NARROW, judge=judge).chains) == count
+
+
 def test_no_chain_over_the_budget(book: Book) -> None:
     book.write(*both({512: 20.0}, {512: 10.0}, row_err=0.07))
     plan = planned(WIDE, NARROW)
