@@ -40,6 +40,7 @@ from lokakern.types import Granularity
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)  # which a forward reads, and does not call
 _SETTINGS = (bool, int, float, str, type(None))
+_METHOD = "\0method"  # stands for what is no setting
 _OF_TORCH = frozenset((*vars(nn.Module()), "forward"))
 
 
@@ -160,7 +161,7 @@ class CrossedForward:
                 return False
         kind = type(self.module)
         for name, value in self._of_class.items():
-            is_other = isinstance(value, _SETTINGS) and not _is_same(getattr(kind, name), value)
+            is_other = value != _METHOD and not _is_same(getattr(kind, name), value)
             if name in own or is_other:
                 return False
         return True
@@ -199,9 +200,16 @@ def graph_of(module: nn.Module) -> fx.Graph:
 
 def _is_same(one: Any, other: Any) -> bool:
     """Whether two values of an attribute are one object, or equal settings."""
-    if isinstance(other, _SETTINGS):
+    if _is_setting(other):
         return type(one) is type(other) and bool(one == other)
     return one is other
+
+
+def _is_setting(value: Any) -> bool:
+    """Whether a value is compared; tuples, because compilers make new ones."""
+    if isinstance(value, tuple):
+        return all(_is_setting(x) for x in value)
+    return isinstance(value, _SETTINGS)
 
 
 def _settings_of(module: nn.Module) -> dict[str, Any]:
@@ -211,7 +219,7 @@ def _settings_of(module: nn.Module) -> dict[str, Any]:
     for base in mro[: mro.index(nn.Module)]:
         for name, value in vars(base).items():
             if name not in vars(module) and not name.startswith("__") and name != "forward":
-                found.setdefault(name, value if isinstance(value, _SETTINGS) else ())
+                found.setdefault(name, value if _is_setting(value) else _METHOD)
     return found
 
 

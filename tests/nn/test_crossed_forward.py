@@ -524,10 +524,13 @@ def test_a_forward_follows_attributes(name: str, value: Any, calls: list[Any]) -
     twin = pickle.loads(pickle.dumps(model))
     twin(x)
     assert len(calls) == 2
+    compiled = torch.compile(twin, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x), model(x)) and len(calls) == 4
     for module in (model, twin):
         setattr(module, name, value)
         assert torch.equal(module(x), original(module, x))
-    assert len(calls) == 2
+    assert torch.equal(compiled(x), original(twin, x))
+    assert len(calls) == 4
 
 
 def test_a_forward_follows_its_class(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
