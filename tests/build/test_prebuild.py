@@ -582,6 +582,25 @@ def test_a_prebuild_compiles_only_the_given_kernels(monkeypatch: pytest.MonkeyPa
     assert {job.name for job in found} == {"dequantize_kernel"}
 
 
+@pytest.mark.parametrize(("errors", "sizes"), [("all", {8192, 2048}), ("none", {8192})])
+def test_the_command_compiles_for_errors_too(
+    errors: str, sizes: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lokakern.bench.cli.main import app
+
+    found: list[Any] = []
+
+    def build_nothing(problems: Any, *_: Any, **_options: Any) -> BuildReport:
+        found.extend(problems)
+        return BuildReport()
+
+    monkeypatch.setattr(prebuild, "prebuild", build_nothing)
+    words = "sweep --prebuild --shape 8192,256,512 --epilogue bias+layer+affine --errors"
+    app([*words.split(), errors, "--device", "NVIDIA H200"], standalone_mode=False)
+    assert {problem.m for problem in found} == sizes
+    assert {problem.epilogue for problem in found if problem.m == 2048} <= {"layer"}
+
+
 # On a GPU
 
 

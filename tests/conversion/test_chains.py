@@ -275,6 +275,19 @@ def test_the_route_with_a_norm_is_a_rival(book: Book) -> None:
     assert planned(NARROW).chains  # without the route
 
 
+def test_a_compiler_pads_the_rival_of_unaligned_rows(book: Book) -> None:
+    # Unaligned rows take 240 us, and the norm behind them makes 254; padded ones take 50.
+    odd = Layer(1024, 1001, "bias+layer+affine+relu")
+    problems = (gemm(512, odd.n, odd.k), gemm(512, odd.n, 1008))
+    forms = [form for p in problems for form in (p, with_weight(p, ROW, H200))]
+    rows = [time(BF16, p, us) for p, us in zip(forms, (240, 240, 50, 50), strict=True)]
+    book.write(*rows, *plain_rows(odd, 512, 254.0))
+    route = route_of(odd)
+    assert not route.text and route.choices
+    judge = ChainJudge(0.06, H200, ("X1",), "compiled")
+    assert Rivals(judge).at(SpanLayer(odd, 1e-5, route), 512) == pytest.approx((50, 0), abs=0.2)
+
+
 def test_the_rival_of_a_handed_input_has_no_quantizer(book: Book) -> None:
     problem = make_problem("scaled_gemm", (512, NARROW.n, NARROW.k), epilogue="bias")
     scaled = ROUTED.partition("+")[2]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from lokakern import mods, numerics
 from lokakern.errors import UnsupportedError
-from lokakern.nn import chain_call
 from lokakern.nn.chain_plan import ChainLayer, ChainStep, plan_text
 from lokakern.nn.cross_pattern import crosses_in
 from lokakern.nn.crossed_forward import Cross, crossed_of, remove_crosses, set_crosses
@@ -89,21 +88,6 @@ def rows(m: int = 32, seed: int = 1) -> Tensor:
 def original(model: nn.Module, *inputs: Tensor) -> Tensor:
     found: Tensor = type(model).forward(model, *inputs)
     return found
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
-    """Arguments of the chains that modules run."""
-    made: list[tuple[Any, ...]] = []
-    real = chain_call.run_chain
-
-    def spy(x: Tensor, operands: list[Tensor | None], plan: str) -> Tensor:
-        made.append((x, operands, plan))
-        return real(x, operands, plan)
-
-    monkeypatch.setattr(chain_call, "run_chain", spy)
-    with torch.no_grad():
-        yield made
 
 
 # --- what is found

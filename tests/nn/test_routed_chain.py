@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,7 +18,6 @@ from lokakern.chain.launches import kernel_on
 from lokakern.chain.runner import ChainRun
 from lokakern.device import current_device
 from lokakern.errors import UnsupportedError
-from lokakern.nn import chain_call
 from lokakern.nn.adoption import Chosen, apply_choice, remove_choice
 from lokakern.nn.chain_plan import ChainLayer, ChainStep, plan_text
 from lokakern.nn.linear import Linear
@@ -88,21 +87,6 @@ def one_by_one(model: nn.Sequential, x: Tensor) -> Tensor:
     for module in model:
         x = module(x)
     return x
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
-    """Arguments of the chains that modules run."""
-    made: list[tuple[Any, ...]] = []
-    real = chain_call.run_chain
-
-    def spy(x: Tensor, operands: list[Tensor | None], plan: str) -> Tensor:
-        made.append((x, operands, plan))
-        return real(x, operands, plan)
-
-    monkeypatch.setattr(chain_call, "run_chain", spy)
-    with torch.no_grad():
-        yield made
 
 
 def steps_run(model: nn.Sequential, x: Tensor, steps: tuple[ChainStep, ...], plan: str) -> Tensor:
