@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from lokakern.chain.candidates import NONE, Chain, Layer
@@ -93,28 +93,19 @@ class Rivals:
         return self._known[key]
 
     def _crossed(self, x: SpanLayer, m: int) -> Iterator[tuple[float, float]]:
-        """The times of a cross after the product by its route, or in bfloat16."""
-        least = 2 * x.tensors * m * x.layer.n * self._us_per_byte(x.layer.n)
+        """The times of a cross after the product by its route, or in bfloat16.
+
+        A kernel for the cross moves bytes no faster than the fastest one that was ever timed.
+        """
+        device = self._judge.device
+        us_per_byte = dispatcher.snapshot().least_us_per_byte(
+            device, dispatcher.default_regime(device)
+        )
+        least = 2 * x.tensors * m * x.layer.n * us_per_byte
         alone = self._table_of(problem_of("output", 16, x.layer.n, x.layer.k)).plain_at(m)
         products = [(alone.gpu_us, alone.margin_us)] if alone is not None else []
         products += self._routed(x, m, 0.0)
         return ((us + least, margin) for us, margin in products)
-
-    def _us_per_byte(self, columns: int) -> float:
-        """The least time of any measured rowwise quantizer of rows of this length; 0 if unknown.
-
-        A kernel for a cross moves bytes no faster, so that its time from this is a lower bound.
-        """
-        problem = make_problem(
-            "quantize", (16, columns), out_format=fp8_format(self._judge.device),
-            out_granularity=Granularity.ROW,
-        )  # fmt: skip
-        found = (
-            time.gpu_us / replace(problem, m=m).bytes_moved
-            for candidate in self._table_of(problem).candidates
-            for m, time in candidate.times.items()
-        )
-        return min(found, default=0.0)
 
     def _by_route(self, x: SpanLayer, m: int, plain: Time) -> Iterator[tuple[float, float]]:
         """The time of a layer as converted, if that of its product is known."""

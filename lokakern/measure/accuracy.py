@@ -99,12 +99,10 @@ def cells_for(
     """
     classes: dict[NumericsClass, dict[str, Kernel]] = {}
     for kernel, problem in pairs:
-        key = numerics_class(kernel, problem, device)
-        asked = key[0]
-        # The error of quantized operands may be stored under the unquantized problem.
-        is_itself = problem.op == asked.op and problem.a.format is asked.a.format
-        if is_itself and isinstance(kernel.supports(asked, device), Rejected):
+        # A kernel for one epilogue does not compute the problem without it.
+        if isinstance(kernel.supports(launched_for_errors(problem, device), device), Rejected):
             continue
+        key = numerics_class(kernel, problem, device)
         classes.setdefault(key, {})[kernel.name] = kernel
     cells = []
     for (problem, *_), members in classes.items():

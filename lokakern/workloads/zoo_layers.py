@@ -75,12 +75,13 @@ LAYERS: tuple[Layer, ...] = (
 CHAIN_BATCHES = (2048, 8192, 32768)  # samples
 
 RELU, LAST = "bias+relu", "bias"
+DOWN, CROSS = "none", "bias+cross"  # of a cross of low rank
 LAYER_RELU, LAYER_SILU = "bias+layer+affine+relu", "bias+layer+affine+silu"
 
 
 @dataclass(frozen=True, slots=True)
 class ChainLayer:
-    """A layer of an ``nn.Sequential`` with what follows it there.
+    """A layer of an ``nn.Sequential`` with what follows it there, or of a cross.
 
     Attributes:
         model: The model.
@@ -106,6 +107,8 @@ FEWEST_OF_A_CHAIN = 128  # inputs and outputs
 CHAIN_LAYERS: tuple[ChainLayer, ...] = (
     ChainLayer("dlrm-dcnv2", 256, 512, RELU, "X8", first=True, later=True),
     ChainLayer("dlrm-dcnv2", 128, 256, RELU, "X8", later=True),
+    ChainLayer("dlrm-dcnv2", 512, 3456, DOWN, "X5", first=True),
+    ChainLayer("dlrm-dcnv2", 3456, 512, CROSS, "X2", later=True),
     ChainLayer("dlrm-dcnv2", 1024, 3456, RELU, "X5", first=True),
     ChainLayer("dlrm-dcnv2", 1024, 1024, RELU, "X8", later=True),
     ChainLayer("dlrm-dcnv2", 512, 1024, RELU, "X8", later=True),

@@ -113,6 +113,7 @@ class Snapshot:
             for name, columns in self._columns.items()
         }
         self._kept: dict[str, dict[Row, Any]] = {}
+        self._us_per_byte: dict[tuple[str, str], float] = {}
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{self._facts.count(name)} {name}" for name in ("timing", "accuracy"))
@@ -435,6 +436,28 @@ class Snapshot:
         key = row_keys.key_of(device)
         for row in self._facts.rows("timing", device=key, regime=regime):
             yield self._cell(TimingCell, "timing", row)
+
+    def least_us_per_byte(self, device: Device, regime: str) -> float:
+        """The least time of anything timed on a device per byte of its operands and outputs.
+
+        0 if nothing was timed.
+        """
+        here = row_keys.key_of(device)
+        key = here, regime
+        if key not in self._us_per_byte:
+            least: dict[str, float] = {}  # by problem
+            columns = ["problem", "latency_us_p50"]
+            for problem, us in self._facts.picked(
+                "timing", columns, device=here, regime=regime, status="ok"
+            ):
+                least[problem] = min(us, least.get(problem, us))
+            rates = (
+                us / moved
+                for problem, us in least.items()
+                if (moved := self._entity(Problem, problem).bytes_moved)
+            )
+            self._us_per_byte[key] = min(rates, default=0.0)
+        return self._us_per_byte[key]
 
     def accuracy_cells(
         self, architecture: str, kernel_name: str, problem_key: str

@@ -261,7 +261,8 @@ def to_check() -> dict[str, Program]:
 CASES = to_check()
 NAMES = list(CASES)
 LINES = [n for n, p in CASES.items() if p.entry in ("quantize", "activate_quantize")]
-GEMMS = [n for n, program in CASES.items() if program.entry in ("scaled_gemm", "gemm_norm")]
+PRODUCTS = ("scaled_gemm", "gemm_norm", "gemm_cross")
+GEMMS = [n for n, program in CASES.items() if program.entry in PRODUCTS]
 NORMS = [n for n, program in CASES.items() if program.entry in ("gemm_norm", "norm_quantize")]
 CLUSTERS = [n for n in NORMS if int(dict(CASES[n].macros).get("CLUSTER", 1)) > 1]
 ALIGNED = [name for name in LINES if int(name.split()[1]) not in UNALIGNED_COLUMNS]

@@ -18,6 +18,7 @@ from lokakern.problems import accuracy_problem, make_problem
 from lokakern.registry.register import KERNELS, Kernel, load_kernels
 from lokakern.registry.schema.records import AccuracyRecord
 from lokakern.types import (
+    ACCEPTED,
     REALISTIC_DISTRIBUTIONS,
     Device,
     Format,
@@ -25,6 +26,8 @@ from lokakern.types import (
     NormEpilogue,
     Operand,
     Problem,
+    Rejected,
+    Support,
     norm_form,
 )
 from lokakern.workloads.distributions import distribution_named, draw_rows, draw_weight
@@ -129,6 +132,16 @@ def test_kernels_of_one_numerics_class_share_errors() -> None:
     cells = cells_for([(k, problem) for k in (EMULATED, twin, rounded)], HERE, ["X1"], seeds=[0])
     found = {cell.kernel.name: cell.stand_ins for cell in cells}
     assert found == {twin.name: (EMULATED,), rounded.name: ()}
+
+
+def test_a_kernel_for_one_epilogue_is_not_measured_without_it() -> None:
+    def supports(problem: Problem, _device: Device) -> Support:
+        return ACCEPTED if problem.epilogue == "cross" else Rejected("computes a cross")
+
+    crossing = replace(EMULATED, name="a.first_by_name", supports_problem=supports)
+    pairs = [(kernel, layer("cross", a=ROW)) for kernel in (crossing, EMULATED)]
+    (cell,) = cells_for(pairs, HERE, ["X1"], seeds=[0])
+    assert (cell.kernel, cell.stand_ins) == (EMULATED, ())
 
 
 def test_a_composition_gets_unquantized_operands() -> None:

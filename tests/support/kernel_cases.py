@@ -13,6 +13,8 @@ from lokakern.registry.register import KERNELS, Kernel, load_kernels
 
 load_kernels()
 ACTIVATING = ("cuda.activate_quantize_row",)  # of op norm_quantize, without a norm
+# Of op gemm_norm, without a norm.
+CROSSING = tuple(sorted(name for name in KERNELS if "cuda.gemm_cross" in name))
 
 
 def cases(*ops: str) -> list[Any]:

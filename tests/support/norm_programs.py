@@ -8,6 +8,7 @@ import torch
 
 from lokakern.kernels.cuda import (
     activate_quantize,
+    gemm_cross,
     gemm_norm,
     norm_backward,
     norm_quantize,
@@ -15,6 +16,7 @@ from lokakern.kernels.cuda import (
 )
 from lokakern.kernels.cuda.norm_quantize import Signature
 from lokakern.kernels.cuda.norm_tiles import NormKind
+from lokakern.kernels.cuda.tiles import Kind
 from lokakern.nvrtc import Program
 
 SMS = 132  # of an H200
@@ -48,6 +50,8 @@ ANY_SIZE = {
     "cross": NormKind("none", "none", vectors=1, last="cross", out="tensor"),
     "e5m2": NormKind("row", "layer", a_type="e5m2"),
 }
+# Of gemm_cross, n and k: of the last b is streamed, of the others it stays in shared memory.
+CROSSES = ((72, 64), (3456, 256), (3456, 512), (1680, 1680))
 COLUMNS = (8, 192, 1024, 2048, 8192)
 SIGNATURES = {
     "layer": (2, "layer", 0, 6, 4, 0, "none", 2, 0),
@@ -73,6 +77,15 @@ BACKWARD = {
 }
 
 
+def crosses() -> Iterator[tuple[str, Program]]:
+    """Of a product with a cross, by scales and sizes; a bias of each type, and none."""
+    for scales in gemm_cross.SCALES:
+        for (n, k), bias_bytes in zip(CROSSES, (4, 0, 2, 2), strict=True):
+            kind = Kind(scales, bias_bytes=bias_bytes)
+            bound = gemm_cross.bind(n, k, gemm_cross.tile_for(n, k, kind), kind)
+            yield f"gemm_cross_{scales} {n}x{k}", bound.program
+
+
 def programs() -> Iterator[tuple[str, Program]]:
     """Programs by kernel, size and words."""
     for words, kind in (KINDS | ANY_SIZE).items():
@@ -87,6 +100,7 @@ def programs() -> Iterator[tuple[str, Program]]:
                 f"gemm_norm_{name} {m}x{n}x{k} {words}",
                 gemm_norm.bind(n, k, tile, blocks).program,
             )
+    yield from crosses()
     for words, fields in SIGNATURES.items():
         for columns in COLUMNS:
             if fields[2] and columns % fields[2]:

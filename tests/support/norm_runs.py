@@ -23,7 +23,7 @@ from lokakern.types import (
     Rejected,
     empty_data,
 )
-from tests.support.kernel_cases import ACTIVATING, cases, drawn
+from tests.support.kernel_cases import ACTIVATING, CROSSING, cases, drawn
 
 LASTS = (
     {}, {"activation": "relu"}, {"activation": "hardswish"}, {"activation": "silu"},
@@ -33,8 +33,8 @@ LASTS = (
 )  # fmt: skip
 OUTPUTS = (Granularity.NONE, Granularity.ROW, Granularity.GROUP, Granularity.TENSOR)
 VECTORS = ((), ("bias",), ("norm_weight",), ("bias", "norm_weight", "norm_bias"))
-# Of all but those that normalize nothing, see tests/kernels/test_activate_quantize.py.
-CASES = [case for case in cases(*ops.NORM_OPS) if case.values[0] not in ACTIVATING]
+# Of all but those that normalize nothing, see test_activate_quantize.py and test_gemm_cross.py.
+CASES = [case for case in cases(*ops.NORM_OPS) if case.values[0] not in (*ACTIVATING, *CROSSING)]
 
 
 def epilogue_of(

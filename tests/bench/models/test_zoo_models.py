@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import pytest
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lokakern.bench.fp8_gain.products import counted
+from lokakern.bench.models.blocks import CrossLayer
 from lokakern.bench.models.dlrm import DLRM, SIZES
 from lokakern.bench.models.zoo.architecture import DRAWN_ROWS, DensePart, Feature, Parallel
 from lokakern.bench.models.zoo.autoint import FieldAttention
@@ -70,7 +72,19 @@ def places_of(sequence: nn.Sequential) -> set[tuple[int, int, str, bool]]:
     return {(*layer, place > 0) for run in kept for place, layer in enumerate(run)}
 
 
-def test_the_suite_of_chains_holds_the_layers_of_each_sequence() -> None:
+def places_in_cross(cross: CrossLayer) -> set[tuple[int, int, str, bool]]:
+    """The same of the layers of a cross."""
+    found = [(cross.down, "", False), (cross.up, "cross", True)]
+    return {
+        (
+            layer.out_features, layer.in_features,
+            "+".join(["bias"] * (layer.bias is not None) + [last] * bool(last)) or "none", later,
+        )
+        for layer, last, later in found
+    }  # fmt: skip
+
+
+def test_the_suite_of_chains_holds_the_layers_of_each_sequence_and_cross() -> None:
     with torch.device("meta"):
         models = [architecture.build() for architecture in ZOO.values()]
     expected = {
@@ -80,6 +94,9 @@ def test_the_suite_of_chains_holds_the_layers_of_each_sequence() -> None:
         if isinstance(module, nn.Sequential)
         for place in places_of(module)
     }
+    for module in itertools.chain(*(model.modules() for model in models)):
+        if isinstance(module, CrossLayer):
+            expected |= places_in_cross(module)
     found = [
         (layer.n, layer.k, layer.epilogue, later)
         for layer in zoo_layers.CHAIN_LAYERS

@@ -156,6 +156,18 @@ def test_timing_cells_belong_to_device_problem_and_regime(
     assert [cell.latency_us_p50 for cell in cells] == latencies_us
 
 
+def test_the_least_time_per_byte_is_that_of_the_fastest_kernel_of_a_device_and_regime(
+    snapshot: Snapshot,
+) -> None:
+    for device, regime, us, m in (
+        (H200, "graph-cold", 9.0, 2048), (H200, "graph-hot", 5.0, 1),
+        (SLICE, "graph-cold", 4.0, 1),
+        (MI300X, "graph-cold", 8.0, 1),
+    ):  # fmt: skip
+        assert snapshot.least_us_per_byte(device, regime) == us / at(m).bytes_moved
+    assert snapshot.least_us_per_byte(H200, "eager") == 0.0  # nothing was timed
+
+
 def test_accuracy_cells(snapshot: Snapshot) -> None:
     cells = snapshot.accuracy_cells("sm_90", "cuda.row", row_keys.key_of(PROBLEM))
     found = [(c.distribution, c.seed, c.kernel.digest[0], c.grade, c.realistic) for c in cells]

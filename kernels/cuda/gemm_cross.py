@@ -1,0 +1,222 @@
+"""FP8 GEMM with DCN's cross on Hopper's tensor cores. See mainloop.cuh and gemm_cross.cu.
+
+    d[m, n] = x0[m, n] * ((sum_k a[m, k] * b[k, n]) * sa * sb + bias[n]) + x[m, n]
+
+a: [m, k], FP8, row-major; b: [k, n], FP8, column-major; rows of both start at multiples of 16
+bytes; x0, x, d: [m, n], bfloat16, rows that start at multiples of 16 bytes.
+
+`cuda.gemm_norm_row` computes the same for any norm and epilogue; this kernel is for the case in
+which the bytes of x0, x and d take longer than the product.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lokakern import jit, nvrtc
+from lokakern.driver import CudaLaunch, TensorMap, tensor_map
+from lokakern.kernels.cuda import tiles
+from lokakern.kernels.cuda.tiles import DEPTH, ROWS, Kind, Tile, depth_of, grid_of, scale_rows
+from lokakern.registry.register import PROMOTED_KERNEL_ERR_BOUND, register
+from lokakern.types import (
+    ACCEPTED,
+    Device,
+    Format,
+    Granularity,
+    Layout,
+    NormEpilogue,
+    Problem,
+    QuantizedTensor,
+    Rejected,
+    Support,
+    norm_form,
+)
+
+SOURCE = str(Path(__file__).with_suffix(".cu"))
+PIECE_COLUMNS = 64  # of x0 and x that one bulk copy moves, of 64 rows
+SLOT_BYTES = 2 * ROWS * PIECE_COLUMNS * 2
+STORED_ROWS = 16  # of a bulk copy of the output: a warp's, which waits for no other
+FEWEST_STAGES = 3  # of a's, where b stays in shared memory
+_TYPES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+_MOST_MAPS = 1024
+
+
+class Plan(NamedTuple):
+    """A launch with all that follows from sizes and types, and maps by addresses."""
+
+    launch: CudaLaunch
+    tile: Tile
+    grid: tuple[int, int, int]
+    maps: dict[tuple[int, ...], tuple[TensorMap, ...]]
+
+
+def macros_of(n: int, k: int, tile: Tile, kind: Kind) -> dict[str, int | str]:
+    """All macros, with as many stages as shared memory holds.
+
+    Raises:
+        ValueError: It does not hold two.
+    """
+    macros = tiles.macros_of(n, k, tile, kind)
+    steps, depth = -(-k // DEPTH), depth_of(k)
+    stage = tile.height * depth + (0 if tile.resident else tile.block_n * depth) + 16
+    stage += scale_rows(tile, kind) * 4 if kind.in_mainloop else 0
+    fixed = steps * (tile.block_n * depth + 8) if tile.resident else 0
+    fixed += tile.warpgroups * (tile.block_n // PIECE_COLUMNS) * (SLOT_BYTES + 16)
+    fixed += tile.warpgroups * tile.block_n * 4 * ((kind.scales == "row") + (kind.bias_bytes > 0))
+    fixed += 64  # what lies at multiples of 16 bytes
+    stages = min(tiles.MOST_STAGES, (tiles.SHARED_BYTES - fixed) // (tile.pipelines * stage))
+    if stages < 2:
+        raise ValueError(f"{tile} does not fit n={n} k={k}: {stages} stages")
+    kept = ("N", "K", "BLOCK_N", "WARPGROUPS", "RESIDENT", "PARTS", "DOUBLE", "BAND", "SCALES",
+            "BATCH", "A_TYPE", "B_TYPE", "A_SLICES", "A_ENDS", "TENSOR_SCALES", "ROW_SCALES",
+            "BIAS")  # fmt: skip
+    shared = fixed + tile.pipelines * stages * stage
+    return {
+        **{name: macros[name] for name in kept}, "STAGES": stages,
+        "SHARED_BYTES": -(-shared // 16) * 16,
+    }  # fmt: skip
+
+
+def tile_for(n: int, k: int, kind: Kind) -> Tile:
+    """128 columns, of which b stays in shared memory where it leaves enough stages for a."""
+    tile = Tile(128, resident=True)
+    try:
+        has_room = int(macros_of(n, k, tile, kind)["STAGES"]) >= FEWEST_STAGES
+    except ValueError:
+        has_room = False
+    return tile if has_room else Tile(128)
+
+
+@functools.lru_cache(maxsize=4096)
+def bind(n: int, k: int, tile: Tile, kind: Kind) -> CudaLaunch:
+    """The launch of one signature."""
+    macros = macros_of(n, k, tile, kind)
+    program = nvrtc.Program(SOURCE, "gemm_cross", tuple(macros.items()))
+    by_block = kind.scales == "block"
+    return CudaLaunch(
+        program, pointers=2 + (kind.bias_bytes > 0), scalars="i" + "ii" * by_block,
+        threads=tile.threads, shared_bytes=int(macros["SHARED_BYTES"]), tensor_maps=5 + by_block,
+        programmatic=True,
+    )  # fmt: skip
+
+
+def make_plan(m: int, n: int, k: int, kind: Kind, tile: Tile, sms: int) -> Plan:
+    """What a launch with a given tile needs."""
+    return Plan(bind(n, k, tile, kind), tile, (grid_of(tile, m, n, 1, sms), 1, 1), {})
+
+
+@jit.cached
+def _plan(m: int, n: int, k: int, kind: Kind, device: int) -> Plan:
+    return make_plan(m, n, k, kind, tile_for(n, k, kind), jit.compute_units(device))
+
+
+def _launch(
+    scales: str,
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    out: Tensor,
+    epilogue: NormEpilogue,
+    _workspace: tuple[Tensor, ...],
+) -> None:
+    bias = epilogue.bias
+    kind = Kind(
+        scales, bias_bytes=0 if bias is None else bias.element_size(),
+        a_type=_TYPES[a.data.dtype], b_type=_TYPES[b.data.dtype],
+    )  # fmt: skip
+    m, k = a.data.shape
+    run(_plan(m, len(b.data), k, kind, out.get_device()), kind, a, b, out, epilogue)
+
+
+def run(
+    plan: Plan, kind: Kind, a: QuantizedTensor, b: QuantizedTensor, out: Tensor,
+    epilogue: NormEpilogue,
+) -> None:  # fmt: skip
+    """Launch a plan."""
+    x0, x, bias = epilogue.x0, epilogue.x, epilogue.bias
+    assert x0 is not None and x is not None  # the problem's epilogue says so
+    matrices = (out, a.data, b.data, x0, x)
+    key: tuple[int, ...] = (*[t.data_ptr() for t in matrices], *[t.stride(0) for t in matrices])
+    if kind.scales == "block":
+        key = (*key, a.scale.data_ptr(), a.scale.stride(1))
+    maps = plan.maps.get(key)
+    if maps is None:
+        maps = _make_maps(plan, kind, a, b, out, x0, x)
+        if len(plan.maps) >= _MOST_MAPS:
+            plan.maps.clear()
+        plan.maps[key] = maps
+    pointers = (a.scale, b.scale) if bias is None else (a.scale, b.scale, bias)
+    scalars: tuple[int, ...] = (len(a.data),)
+    if kind.scales == "block":
+        scalars += (b.scale.stride(1), b.scale.stride(0))  # [n / 128, k / 128] here
+    plan.launch(plan.grid, pointers, scalars, maps)
+
+
+def _make_maps(
+    plan: Plan, kind: Kind, a: QuantizedTensor, b: QuantizedTensor, out: Tensor, x0: Tensor,
+    x: Tensor,
+) -> tuple[TensorMap, ...]:  # fmt: skip
+    """Maps in the kernel's order: b, the output, x0, x, a, its scales."""
+    tile, depth = plan.tile, depth_of(a.data.shape[1])
+    made = [
+        tensor_map(b.data, (tile.block_n, depth), depth),
+        tensor_map(out, (STORED_ROWS, PIECE_COLUMNS)),
+        tensor_map(x0, (ROWS, PIECE_COLUMNS)),
+        tensor_map(x, (ROWS, PIECE_COLUMNS)),
+        tensor_map(a.data, (tile.height, depth), depth),
+    ]
+    if kind.scales == "block":
+        made.append(tensor_map(a.scale.t(), (1, scale_rows(tile, kind)), 0))
+    return tuple(made)
+
+
+# --- registration
+
+SCALES = {
+    "tensor": (Granularity.TENSOR, Granularity.TENSOR),
+    "row": (Granularity.ROW, Granularity.ROW),
+    "block": (Granularity.GROUP, Granularity.BLOCK),
+}
+
+
+def _supports(scales: str, problem: Problem, device: Device) -> Support:
+    assert problem.b is not None  # an op with two operands
+    form = norm_form(problem.epilogue)
+    if form.norm.kind != "none" or form.last != "cross" or form.residual or form.residual_last:
+        return Rejected(f"computes a cross after a product, not {problem.epilogue}")
+    have = (problem.a.granularity, problem.b.granularity)
+    if have != SCALES[scales]:
+        wanted = " x ".join(granularity.value for granularity in SCALES[scales])
+        return Rejected(f"takes {wanted} scales, not {have[0].value} x {have[1].value}")
+    for operand, name in ((problem.a, "a"), (problem.b, "b")):
+        if operand.format not in (Format.E4M3FN, Format.E5M2):
+            return Rejected(f"{name} is {operand.format.value}, which {device} does not multiply")
+        if operand.alignment < 16:
+            return Rejected(f"rows of {name} must start at multiples of 16 bytes")
+    if problem.a.layout is not Layout.ROW or problem.b.layout is not Layout.COLUMN:
+        return Rejected("a must be row-major and b column-major")
+    if problem.out_format is not Format.BFLOAT16:
+        return Rejected(f"writes bfloat16, not {problem.out_format.value}")
+    if problem.n % 8:
+        return Rejected(f"rows of the output must start at multiples of 16 bytes; n={problem.n}")
+    if not problem.k or max(problem.m, problem.n, problem.k) >= 2**30:
+        return Rejected(f"sizes must be from 1 to 2^30; they are {problem.shape}")
+    missing = nvrtc.why_not(device)
+    return ACCEPTED if missing is None else Rejected(missing)
+
+
+for _scales, (_a, _b) in SCALES.items():
+    register(
+        "gemm_norm",
+        name=f"gemm_cross_{_scales}",
+        architectures=frozenset({"sm_90"}),
+        granularity=_a,
+        b_granularity=_b,
+        accumulation="promoted",
+        supports=functools.partial(_supports, _scales),
+        kernel_err_bound=PROMOTED_KERNEL_ERR_BOUND,
+    )(functools.partial(_launch, _scales))
