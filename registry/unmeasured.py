@@ -17,6 +17,10 @@ UNMEASURED: dict[tuple[str, str], str] = {
         "tested on an NVIDIA H200, timed as a part of GEMMs only: no suite has unaligned operands "
         "with 1x128 by 1x128 scales"
     ),
+    ("cuda.gemm_cross_tensor", "sm_90"): (
+        "tested on an NVIDIA H100, timed as a part of compositions only: no suite has crosses of "
+        "operands with one scale each"
+    ),
 }
 # Kernels that are new, by kernel and architecture: the reason. They need neither a time nor a test
 # result there; an entry goes when the kernel was timed and tested.

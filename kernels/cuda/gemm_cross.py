@@ -142,7 +142,7 @@ def run(
     matrices = (out, a.data, b.data, x0, x)
     key: tuple[int, ...] = (*[t.data_ptr() for t in matrices], *[t.stride(0) for t in matrices])
     if kind.scales == "block":
-        key = (*key, a.scale.data_ptr(), a.scale.stride(1))
+        key = (*key, a.scale.data_ptr(), a.scale.stride(1))  # type: ignore[union-attr]
     maps = plan.maps.get(key)
     if maps is None:
         maps = _make_maps(plan, kind, a, b, out, x0, x)
@@ -151,9 +151,9 @@ def run(
         plan.maps[key] = maps
     pointers = (a.scale, b.scale) if bias is None else (a.scale, b.scale, bias)
     scalars: tuple[int, ...] = (len(a.data),)
-    if kind.scales == "block":
-        scalars += (b.scale.stride(1), b.scale.stride(0))  # [n / 128, k / 128] here
-    plan.launch(plan.grid, pointers, scalars, maps)
+    if kind.scales == "block":  # [n / 128, k / 128] here
+        scalars += (b.scale.stride(1), b.scale.stride(0))  # type: ignore[union-attr]
+    plan.launch(plan.grid, pointers, scalars, maps)  # type: ignore[arg-type]
 
 
 def _make_maps(
@@ -170,7 +170,7 @@ def _make_maps(
         tensor_map(a.data, (tile.height, depth), depth),
     ]
     if kind.scales == "block":
-        made.append(tensor_map(a.scale.t(), (1, scale_rows(tile, kind)), 0))
+        made.append(tensor_map(a.scale.t(), (1, scale_rows(tile, kind)), 0))  # type: ignore[union-attr]
     return tuple(made)
 
 
