@@ -41,6 +41,9 @@ for module in (lokakern, lokakern.bench, lokakern.kernels, lokakern.registry):
     assert found.is_relative_to(installed), f"{{module.__name__}} is {{found}}, not the wheel's"
 from lokakern.bench.report.resources import resource_rows
 assert resource_rows(), "nothing is recorded of HIP and Triton kernels"
+from importlib.metadata import entry_points
+(backend,) = entry_points(group="torch_dynamo_backends", name="lokakern")
+assert callable(backend.load()), "torch.compile does not find its backend"
 if len(sys.argv) > 2:
     choice = lokakern.dispatch("gemm", {SHAPE}, 0.06, device=sys.argv[2])
     print(choice.explain())

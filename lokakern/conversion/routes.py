@@ -124,6 +124,7 @@ class Judge:
 def routes_of(
     n: int, k: int, judge: Judge, device: Device, *, has_bias: bool = False,
     inference: bool = False, m_range: MRange | None = None, forms: Sequence[Granularity] = FORMS,
+    is_prepared: bool | None = None, is_turned: bool = False,
 ) -> tuple[Route, ...]:  # fmt: skip
     """Routes of the three GEMMs of a layer ``Y[m, n] = X[m, k] W[n, k]^T``.
 
@@ -133,10 +134,14 @@ def routes_of(
         judge: Source of errors and their limit.
         device: Device of the times.
         has_bias: Whether the output has a bias; times without bias are used if there are no others.
-        inference: Whether weights are quantized once, without gradients.
+        inference: Whether there are no gradients.
         m_range: Smallest and largest m to choose for; None: all measured m.
         forms: Granularities of the weight.
+        is_prepared: Whether the weight was quantized before, so that times are without that; None:
+            in inference.
+        is_turned: Whether W is the transpose of a row-major ``[k, n]``, and its gradient, too.
     """
+    is_prepared = inference if is_prepared is None else is_prepared
     judge = replace(judge, is_training=not inference)
     predicting = replace(judge, predicts=True)  # only where no form of a GEMM was measured
     reason = "no budget" if judge.budget is None else ""
@@ -147,19 +152,20 @@ def routes_of(
     epilogues = ("bias", "none") if has_bias else ("none",)
     first = Route("output", PLAIN, "nothing was measured")
     for epilogue in epilogues:
-        problem_at = _output_problem(n, k, epilogue)
-        first = _route("output", problem_at, judge, device, inference, m_range, forms)
+        problem_at = _output_of(n, k, epilogue, is_turned)
+        first = _route("output", problem_at, judge, device, is_prepared, m_range, forms)
         if first.choices:
             break
     else:
-        problem_at = _output_problem(n, k, epilogues[0])
-        first = _route("output", problem_at, predicting, device, inference, m_range, forms)
+        problem_at = _output_of(n, k, epilogues[0], is_turned)
+        first = _route("output", problem_at, predicting, device, is_prepared, m_range, forms)
     if inference:
         return (first, *(Route(gemm, PLAIN, NO_GRADIENTS) for gemm in GEMMS[1:]))
-    problem_at = _grad_input_problem(n, k)
+    problem_at = _output_problem(k, n, "none") if is_turned else _grad_input_problem(n, k)
     second = _route("grad_input", problem_at, judge, device, False, m_range, forms)
     if not second.choices:
         second = _route("grad_input", problem_at, predicting, device, False, m_range, forms)
+    n, k = (k, n) if is_turned else (n, k)
     third = _grad_weight_route(n, k, judge, device, first, m_range)
     if not third.choices:
         third = _grad_weight_route(n, k, predicting, device, first, m_range)
@@ -204,11 +210,16 @@ def _output_problem(n: int, k: int, epilogue: str) -> Callable[[int], Problem]:
     return lambda m: make_problem("gemm", (m, n, k), epilogue=epilogue)
 
 
-def _grad_input_problem(n: int, k: int) -> Callable[[int], Problem]:
+def _output_of(n: int, k: int, epilogue: str, is_turned: bool) -> Callable[[int], Problem]:
+    """``Y[m, n] = X[m, k] W[n, k]^T``; a turned W is read as the weight of a gradient is."""
+    return _grad_input_problem(k, n, epilogue) if is_turned else _output_problem(n, k, epilogue)
+
+
+def _grad_input_problem(n: int, k: int, epilogue: str = "none") -> Callable[[int], Problem]:
     """``dX[m, k] = dY[m, n] W[n, k]``, W as the forward pass stores it."""
     a = Operand(Format.BFLOAT16, Granularity.NONE, Layout.ROW, alignment_of(2 * n))
     b = Operand(Format.BFLOAT16, Granularity.NONE, Layout.ROW, alignment_of(2 * k))
-    return lambda m: make_problem("gemm", (m, k, n), a=a, b=b)
+    return lambda m: make_problem("gemm", (m, k, n), a=a, b=b, epilogue=epilogue)
 
 
 def _route(

@@ -20,6 +20,7 @@ from lokakern.nn.routed_matmul import (
     OPS,
     PLAIN,
     RoutedLinear,
+    TurnedLinear,
     find_activator,
     is_known,
     kernel_at,
@@ -176,7 +177,7 @@ class Routed(nn.Module):
             parts = self._parts(x, weight, m)
         way = "training" if is_grad_enabled() else "inference"
         way = "offloaded" if self.is_offloaded else way
-        return _multiply(x, weight, bias, parts, self._routes, input_scale, way)
+        return multiply_rows(x, weight, bias, parts, self._routes, input_scale, way)
 
     def _of_shards(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, input_scale: str
@@ -356,14 +357,18 @@ class Routed(nn.Module):
     def route_words(self) -> str:
         """The routes in a few words, for `extra_repr`."""
         names = ("output", "grad_input", "grad_weight")
-        return ", ".join(f"{n}={_words(r)}" for n, r in zip(names, self._routes, strict=True))
+        return ", ".join(f"{n}={words_of(r)}" for n, r in zip(names, self._routes, strict=True))
 
 
-def _multiply(
+def multiply_rows(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, parts: tuple[Tensor | None, ...],
     routes: Sequence[str], input_scale: str, way: str,
 ) -> Tensor:  # fmt: skip
-    """The product by routes in bfloat16, with the FP8 weights of `Routed._parts`; see `_way`."""
+    """The product by routes in bfloat16, with the FP8 weights of `Routed._parts`.
+
+    Of ``way`` see `_way`; or "turned", training with a weight that is the transpose of a row-major
+    one, and its gradient, too.
+    """
     if is_compiling():
         fuse_quantizers()
     x = x.bfloat16()
@@ -375,6 +380,8 @@ def _multiply(
     apart = x.dim() > 2 and not x.is_contiguous()  # then nn.Linear adds the bias separately
     if way == "training":
         y: Tensor = RoutedLinear.apply(rows, weight, bias, *parts, *routes, input_scale, apart)  # type: ignore[no-untyped-call]
+    elif way == "turned":
+        y = TurnedLinear.apply(rows, weight, bias, *parts, *routes, input_scale, apart)  # type: ignore[no-untyped-call]
     else:
         right = None if weight is None or way == "offloaded" else weight.t()
         y = multiply(rows, right, parts[0], parts[1], bias, routes[0], input_scale, apart)
@@ -412,7 +419,7 @@ def _traced_product(
         if found.startswith("frozen"):
             way, _, columns, *routes = found.split("\0")
             frozen = (*_frozen_bytes(layer, columns), None, None)
-            return _multiply(x, None, bias, frozen, routes, input_scale, way)
+            return multiply_rows(x, None, bias, frozen, routes, input_scale, way)
     weight: Tensor = layer.weight if given is None else given  # type: ignore[assignment]
     if x.is_meta or x.is_nested:
         return linear(x, weight, bias)
@@ -429,7 +436,7 @@ def _traced_product(
     parts: tuple[Tensor | None, ...] = (None, None, None, None)
     if "frozen" in flags:
         parts = (*_frozen_bytes(layer, columns), None, None)
-    return _multiply(x, weight, bias, parts, routes, input_scale, way)
+    return multiply_rows(x, weight, bias, parts, routes, input_scale, way)
 
 
 def traced_activated(
@@ -508,7 +515,7 @@ def _frozen(layer: Routed) -> tuple[Tensor, Tensor]:
     return data, scale
 
 
-def _words(route: str) -> str:
+def words_of(route: str) -> str:
     """The kernels of a route by ranges of m that 16 divides."""
     if route == PLAIN:
         return "bf16"

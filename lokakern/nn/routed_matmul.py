@@ -610,6 +610,34 @@ class RoutedLinear(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, *[None] * 9
 
 
+class TurnedLinear(RoutedLinear):
+    """`RoutedLinear` of the transpose of a row-major weight ``[k, n]``; only for compiled graphs.
+
+    The gradient of the weight is row-major ``[k, n]``, too, transposed.
+    """
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        grad = gradients[0]
+        x, weight, _, _ = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        grad_x = grad_weight = grad_bias = None
+        if needs[1]:  # first, as in `RoutedLinear`
+            if ctx.to_weight == PLAIN:
+                turned = x.t() @ grad
+            else:
+                turned = OPS.weight_gradient(x, grad, ctx.to_weight)
+            grad_weight = turned.to(ctx.dtype).t()
+        if needs[0]:
+            if ctx.to_input == PLAIN:
+                grad_x = grad @ weight
+            else:
+                grad_x = multiply(grad, weight, None, None, None, ctx.to_input)
+        if needs[2]:
+            grad_bias = grad.sum(0)
+        return grad_x, grad_weight, grad_bias, *[None] * 9
+
+
 def _gradients(grad: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool]) -> list[Any]:
     """Gradients of x, weight and bias in differentiable operators."""
     return [

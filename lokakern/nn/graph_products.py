@@ -1,0 +1,234 @@
+"""Linear products in the graphs of Dynamo: which there are, and how one is replaced by routes.
+
+A linear product multiplies samples by a matrix that is computed from parameters alone: the weight
+of an `nn.Linear`, a raw parameter, its transpose, a slice or a concatenation. It is a call of
+``linear``, ``matmul``, ``mm`` or ``addmm``. The example value of a graph's input is an
+`nn.Parameter` if the input is one; torch's own backends for DDP read it from there, too.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from lokakern.functional.checks import is_traced
+from lokakern.nn.linear import Routed, multiply_rows
+from lokakern.nn.token_mixing import CAST
+
+_OPERANDS = {
+    "linear": ("input", "weight", "bias"),
+    "matmul": ("input", "other"),
+    "mm": ("input", "mat2"),
+    "addmm": ("input", "mat1", "mat2"),
+}
+_CALLS: dict[Callable[..., Any], str] = {
+    nn.functional.linear: "linear",
+    operator.matmul: "matmul",
+    torch.matmul: "matmul",
+    torch.mm: "mm",
+    torch.addmm: "addmm",
+}
+_CHECKPOINT = "tag_activation_checkpoint"  # calls a subgraph with the operands that follow it
+_LIBRARY = torch.library.Library("lokakern", "FRAGMENT")
+
+
+@dataclass(frozen=True)
+class Product:
+    """A linear product ``x @ weight.t() + bias`` in a graph.
+
+    Attributes:
+        name: Name of the layer or parameter in the model.
+        n: Outputs.
+        k: Inputs.
+        m: Rows of x; None if dynamic.
+        has_bias: Whether a bias is added.
+        is_trained: Whether a gradient may flow through it.
+        is_turned: Whether the weight is the transpose of a row-major matrix ``[k, n]``.
+        device: Device of the weight.
+        why_not: Why it has to stay as it is, or "".
+        node: Its call.
+        operands: x, the second operand and the bias, if any.
+        is_linear: Whether the second operand is the weight ``[n, k]``; else it is ``[k, n]``.
+    """
+
+    name: str
+    n: int
+    k: int
+    m: int | None
+    has_bias: bool
+    is_trained: bool
+    is_turned: bool
+    device: torch.device
+    why_not: str
+    node: fx.Node
+    operands: tuple[fx.Node | None, ...]
+    is_linear: bool
+
+    def replace(self, routes: Sequence[str]) -> None:
+        """Multiply by the routes of output, grad_input and grad_weight instead."""
+        x, weight, bias = self.operands
+        if not self.is_linear:
+            with self.node.graph.inserting_before(self.node):
+                weight = self.node.graph.call_method("t", (weight,))
+        self.node.op = "call_function"
+        self.node.target = torch.ops.lokakern.routed_linear.default
+        self.node.args = (x, weight, bias, *routes, self.is_turned)
+        self.node.kwargs = {}
+
+
+def linear_products(gm: fx.GraphModule) -> list[Product]:
+    """The linear products of a graph of Dynamo, and of the graphs in it."""
+    return list(_products(gm, None, ""))
+
+
+def _products(
+    gm: fx.GraphModule, given: Sequence[str | None] | None, why_not: str
+) -> Iterator[Product]:
+    """Products of a graph whose inputs are made as given, see `_made_of`."""
+    made_of: dict[fx.Node, str | None] = {}
+    inputs = iter(given or ())
+    transforms = 0
+    for node in gm.graph.nodes:
+        if node.op == "placeholder" and given is not None:
+            made_of[node] = next(inputs, None)
+        else:
+            made_of[node] = _made_of(node, made_of, gm)
+        if node.op not in ("call_function", "call_method"):
+            continue
+        called = getattr(node.target, "__name__", str(node.target))
+        transforms += called.endswith("_increment_nesting") or "enter_dual_level" in called
+        transforms -= called.endswith("_decrement_nesting") or "exit_dual_level" in called
+        why = why_not or ("it is under torch.func or forward-mode AD" if transforms else "")
+        for place, body in enumerate(node.args):
+            inner = getattr(gm, str(body.target), None) if _is_attribute(body) else None
+            if isinstance(inner, fx.GraphModule):
+                is_checkpoint = called == _CHECKPOINT and place == 0
+                operands = [_origin(x, made_of) for x in node.args[1:]] if is_checkpoint else None
+                why_inside = why or ("" if is_checkpoint else f"it is inside {called}")
+                yield from _products(inner, operands, why_inside)
+        product = _product(node, made_of, why)
+        if product is not None:
+            yield product
+
+
+def _is_attribute(x: Any) -> bool:
+    return isinstance(x, fx.Node) and x.op == "get_attr"
+
+
+def _origin(x: Any, made_of: dict[fx.Node, str | None]) -> str | None:
+    return made_of[x] if isinstance(x, fx.Node) else ""
+
+
+def _made_of(node: fx.Node, made_of: dict[fx.Node, str | None], gm: fx.GraphModule) -> str | None:
+    """Name of the parameter that a value is computed from, "" of constants, None of samples."""
+    if node.op == "placeholder":
+        value = _value(node)
+        if isinstance(value, nn.Parameter):
+            return _name_of(node)
+        return None if isinstance(value, Tensor) else ""
+    if node.op == "get_attr":  # a constant; with Inductor's option "freezing" also parameters
+        is_parameter = isinstance(getattr(gm, str(node.target), None), nn.Parameter)
+        names = gm.meta.get("dynamo_flat_name_to_original_fqn", {})
+        return names.get(node.target, str(node.target)) if is_parameter else ""
+    found = [made_of[x] for x in node.all_input_nodes]
+    return None if None in found else next((x for x in found if x), "")
+
+
+def _name_of(node: fx.Node) -> str:
+    """Name of a parameter, from its source ``L['self']._modules['a']._parameters['weight']``."""
+    source = getattr(node.meta.get("grapharg"), "source", None)
+    name = getattr(source, "name", "")
+    keys = re.findall(r"\['([^']*)'\]", name() if callable(name) else name)
+    return ".".join(keys[1:] if keys[:1] in (["self"], ["fn"]) else keys) or node.name
+
+
+def _value(node: fx.Node) -> Any:
+    """The example of a value: a fake tensor, a size or others."""
+    return node.meta.get("example_value")
+
+
+def _product(node: fx.Node, made_of: dict[fx.Node, str | None], why_not: str) -> Product | None:
+    """The product of a call, or None if it is none."""
+    kind = node.target if node.op == "call_method" else _CALLS.get(node.target)  # type: ignore[arg-type]
+    if kind not in _OPERANDS:
+        return None
+    names = _OPERANDS[kind]
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    first, second = ("mat1", "mat2") if kind == "addmm" else names[:2]
+    x, weight = given.get(first), given.get(second)
+    bias = given.get("input" if kind == "addmm" else "bias")
+    if not (isinstance(x, fx.Node) and isinstance(weight, fx.Node)):
+        return None
+    a, b, y = _value(x), _value(weight), _value(node)
+    name = made_of[weight]
+    is_product = isinstance(a, Tensor) and isinstance(b, Tensor) and isinstance(y, Tensor)
+    if not name or not is_product or a.dim() < 2 or b.dim() != 2:
+        return None
+    right = b if kind == "linear" else b.t()
+    n, k = right.shape
+    added = _value(bias) if isinstance(bias, fx.Node) else None
+    m = prod(a.shape[:-1])
+    if not why_not and (len(node.args) > len(names) or set(given) - set(names)):
+        why_not = "it has other arguments than its operands"
+    elif not why_not:
+        why_not = _why_not(node, [a, b, y, *([] if added is None else [added])])
+        if made_of[x]:
+            why_not = why_not or "both operands are made of parameters"
+        if added is not None and added.dim() != 1:
+            why_not = why_not or "it adds a matrix"
+    return Product(
+        name.removesuffix(".weight"), n, k, m if isinstance(m, int) else None, bias is not None,
+        y.requires_grad, right.stride(0) == 1 and right.stride(1) != 1, b.device, why_not, node,
+        (x, weight, bias if isinstance(bias, fx.Node) else None), kind == "linear",
+    )  # fmt: skip
+
+
+def _why_not(node: fx.Node, values: Sequence[Tensor]) -> str:
+    kinds = {type(x).__name__ for x in values} - {"FakeTensor", "Parameter"}
+    if kinds or any(x.layout is not torch.strided for x in values):
+        return f"its operands are {', '.join(sorted(kinds)) or 'sparse'}; expected dense tensors"
+    sizes = [*values[1].shape]
+    if not all(isinstance(size, int) and size for size in sizes):
+        return f"its weight is {sizes}; expected known sizes"
+    a, b, y, *_ = (x.dtype for x in values)
+    if y is not torch.bfloat16 or not {x.dtype for x in values} <= CAST:
+        return f"it multiplies {a} by {b}; kernels need bfloat16, or autocast to it"
+    stack = list(node.meta.get("nn_module_stack", {}).values())
+    module = stack[-1][1] if stack else None
+    if isinstance(module, type) and issubclass(module, Routed):
+        return "convert chose its kernels"
+    return ""
+
+
+def _routed_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    to_output: str,
+    to_input: str,
+    to_weight: str,
+    is_turned: bool,
+) -> Tensor:
+    """``x @ weight.t() + bias`` by routes; AOTAutograd traces what this calls, see `linear`."""
+    if is_traced():
+        return nn.functional.linear(x, weight, bias)
+    operands = (x, weight) if bias is None else (x, weight, bias)
+    way = "inference"
+    if torch.is_grad_enabled() and any(operand.requires_grad for operand in operands):
+        way = "turned" if is_turned else "training"
+    parts = (None, None, None, None)
+    return multiply_rows(x, weight, bias, parts, (to_output, to_input, to_weight), "", way)
+
+
+_LIBRARY.define(
+    "routed_linear(Tensor x, Tensor weight, Tensor? bias, str to_output, str to_input, "
+    "str to_weight, bool is_turned) -> Tensor"
+)
+_LIBRARY.impl("routed_linear", _routed_linear, "CompositeImplicitAutograd")
