@@ -2,8 +2,9 @@
 
 A linear product multiplies samples by a matrix that is computed from parameters alone: the weight
 of an `nn.Linear`, a raw parameter, its transpose, a slice or a concatenation. It is a call of
-``linear``, ``matmul``, ``mm`` or ``addmm``. The example value of a graph's input is an
-`nn.Parameter` if the input is one; torch's own backends for DDP read it from there, too.
+``linear``, ``matmul``, ``mm`` or ``addmm``; or, as DCN-Mix is written, of ``matmul`` with the
+matrix on the left and vectors ``[..., k, 1]`` on the right. The example value of a graph's input is
+an `nn.Parameter` if the input is one; torch's own backends for DDP read it from there, too.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class Product:
         why_not: Why it has to stay as it is, or "".
         node: Its call.
         operands: x, the second operand and the bias, if any.
-        is_linear: Whether the second operand is the weight ``[n, k]``; else it is ``[k, n]``.
+        kind: "rows" of x by a matrix ``[k, n]``, "linear", by the weight ``[n, k]``, or "columns":
+            the weight by vectors ``[..., k, 1]``.
     """
 
     name: str
@@ -69,18 +71,23 @@ class Product:
     why_not: str
     node: fx.Node
     operands: tuple[fx.Node | None, ...]
-    is_linear: bool
+    kind: str
 
     def replace(self, routes: Sequence[str]) -> None:
         """Multiply by the routes of output, grad_input and grad_weight instead."""
         x, weight, bias = self.operands
-        if not self.is_linear:
-            with self.node.graph.inserting_before(self.node):
-                weight = self.node.graph.call_method("t", (weight,))
-        self.node.op = "call_function"
-        self.node.target = torch.ops.lokakern.routed_linear.default
-        self.node.args = (x, weight, bias, *routes, self.is_turned)
-        self.node.kwargs = {}
+        node, graph, op = self.node, self.node.graph, torch.ops.lokakern.routed_linear.default
+        node.kwargs = {}
+        with graph.inserting_before(node):
+            if self.kind == "rows":
+                weight = graph.call_method("t", (weight,))
+            if self.kind == "columns":
+                x = graph.call_method("squeeze", (x, -1))
+                y = graph.call_function(op, (x, weight, bias, *routes, self.is_turned))
+                node.op, node.target, node.args = "call_method", "unsqueeze", (y, -1)
+            else:
+                node.op, node.target = "call_function", op
+                node.args = (x, weight, bias, *routes, self.is_turned)
 
 
 def linear_products(gm: fx.GraphModule) -> list[Product]:
@@ -167,26 +174,33 @@ def _product(node: fx.Node, made_of: dict[fx.Node, str | None], why_not: str) ->
     if not (isinstance(x, fx.Node) and isinstance(weight, fx.Node)):
         return None
     a, b, y = _value(x), _value(weight), _value(node)
-    name = made_of[weight]
-    is_product = isinstance(a, Tensor) and isinstance(b, Tensor) and isinstance(y, Tensor)
-    if not name or not is_product or a.dim() < 2 or b.dim() != 2:
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor) and isinstance(y, Tensor)):
         return None
-    right = b if kind == "linear" else b.t()
+    is_columns = kind == "matmul" and a.dim() == 2 and b.dim() > 2
+    if is_columns:
+        if not isinstance(b.shape[-1], int) or b.shape[-1] != 1:
+            return None
+        x, weight, a, b = weight, x, b, a
+    name = made_of[weight]
+    if not name or a.dim() < 2 or b.dim() != 2:
+        return None
+    form = "columns" if is_columns else "linear" if kind == "linear" else "rows"
+    right = b.t() if form == "rows" else b
     n, k = right.shape
+    m = prod(a.shape[:-2] if is_columns else a.shape[:-1])
     added = _value(bias) if isinstance(bias, fx.Node) else None
-    m = prod(a.shape[:-1])
     if not why_not and (len(node.args) > len(names) or set(given) - set(names)):
         why_not = "it has other arguments than its operands"
     elif not why_not:
         why_not = _why_not(node, [a, b, y, *([] if added is None else [added])])
         if made_of[x]:
             why_not = why_not or "both operands are made of parameters"
-        if added is not None and added.dim() != 1:
-            why_not = why_not or "it adds a matrix"
+        if added is not None and list(added.shape) != [n]:
+            why_not = why_not or f"it adds {list(added.shape)}; expected a bias [{n}]"
     return Product(
         name.removesuffix(".weight"), n, k, m if isinstance(m, int) else None, bias is not None,
         y.requires_grad, right.stride(0) == 1 and right.stride(1) != 1, b.device, why_not, node,
-        (x, weight, bias if isinstance(bias, fx.Node) else None), kind == "linear",
+        (x, weight, bias if isinstance(bias, fx.Node) else None), form,
     )  # fmt: skip
 
 

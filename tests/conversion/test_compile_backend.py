@@ -144,10 +144,36 @@ def test_a_row_major_matrix_is_multiplied_by_kernels_of_its_layout() -> None:
     grad_x, grad_w = torch.autograd.grad(y, [x, model.w], gradient)
     expected = passed(layer, x.detach(), gradient)
     assert same([y.detach(), grad_x], expected[:2])
-    exact = x.double().t() @ gradient.double()
+    exact = x.detach().double().t() @ gradient.double()
     assert 0.01 < float((grad_w.double() - exact).norm() / exact.norm()) < 0.06  # is quantized
     assert grad_w.is_contiguous()  # so that it becomes w.grad without a copy
     assert "grad_weight: quantized at m=16..256" in explain()
+
+
+def test_vectors_in_columns_are_rows() -> None:
+    layer = layer_of(bias=False)
+    converted = copy.deepcopy(layer)
+    lokakern.convert(converted, 0.06, device=H200, distribution="X1")
+    x, gradient = rows(M, K), rows(M, N, seed=2)
+
+    class Columns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.several = nn.Parameter(layer.weight.detach().t().repeat(2, 1, 1))
+
+        def forward(self, x: Tensor) -> Tensor:  # as DCN-Mix
+            return torch.matmul(self.several[1].t(), x.unsqueeze(2)).squeeze(2)
+
+    model = Columns()
+    y, grad_x, grad_w = passed(compiled(model), x, gradient)
+    expected = passed(converted, x, gradient)
+    assert torch.equal(y, expected[0])
+    assert [(p.name, p.is_turned, p.why_not) for p in products_of(model, x)] == [
+        ("several", True, "")
+    ]
+    exact = x.double().t() @ gradient.double()
+    assert 0.01 < float((grad_w[1].double() - exact).norm() / exact.norm()) < 0.06
+    assert grad_x.shape == x.shape
 
 
 def test_weights_may_change_between_calls() -> None:
@@ -237,7 +263,10 @@ class Calls(nn.Module):
         x = x.unflatten(0, (2, -1)).matmul(self.several[2])[0]
         x = x + self.w @ self.several[0]
         x = torch.addmm(x, x, self.w)
+        x = torch.addmm(self.layer.bias[:1], x, self.w)
+        x = torch.addmm(self.layer.bias, x, self.w, alpha=2)
         x = x @ self.table  # no parameter
+        x = (self.w @ x.view(1, N, -1))[0].view(-1, N)  # several columns
         return x @ x.t()
 
 
@@ -251,10 +280,12 @@ def test_every_way_to_multiply_by_parameters_is_found() -> None:
         ("w", N, N, 128, False, True),
         ("several", N, N, 128, False, True),
         ("several", N, N, 64, False, True),
-        ("w", N, N, 64, True, True),
+        *[("w", N, N, 64, True, True)] * 3,
     ]
     assert [x.why_not for x in found] == [
-        *[""] * 6, "both operands are made of parameters", "it adds a matrix",
+        *[""] * 6, "both operands are made of parameters",
+        "it adds [64, 64]; expected a bias [64]", "it adds [1]; expected a bias [64]",
+        "it has other arguments than its operands",
     ]  # fmt: skip
     assert all(x.is_trained for x in found)
 
