@@ -177,6 +177,7 @@ def _routes_of(
         known[key] = routes_of(
             product.n, product.k, judge, device, has_bias=product.has_bias,
             inference=not product.is_trained, is_prepared=False, is_turned=product.is_turned,
+            turns_gradient=True,
         )  # fmt: skip
     return known[key]
 

@@ -33,6 +33,7 @@ from lokakern.conversion.chain_spans import (
 )
 from lokakern.conversion.cross_sites import CrossSpan, calls_layers, planned_crosses
 from lokakern.conversion.forced import FORCED, Forced, Kernels, forced_by, forced_routes
+from lokakern.conversion.raw_sites import raw_sites
 from lokakern.conversion.routes import (
     FORMS,
     GEMMS,
@@ -46,7 +47,7 @@ from lokakern.conversion.tune import Tuning, apply_tuning, tune
 from lokakern.device import current_device
 from lokakern.errors import FormatError, UnknownNameError, UnsupportedError
 from lokakern.nn.adoption import Chosen, adopt, apply_choice, remove_choice
-from lokakern.nn.crossed_forward import crossed_of, remove_crosses, set_crosses
+from lokakern.nn.crossed_forward import crossed_of, remove_crosses, renew_products, set_crosses
 from lokakern.nn.linear import Linear, Routed
 from lokakern.nn.linear_norm_act import LinearNormAct
 from lokakern.nn.module_scan import (
@@ -54,10 +55,10 @@ from lokakern.nn.module_scan import (
     MIXING,
     ModuleFilter,
     inner_layers,
-    matrices_elsewhere,
     named_modules,
     shape_of,
 )
+from lokakern.nn.raw_product import RawProduct, is_layer
 from lokakern.nn.routed_matmul import PLAIN, has_activator, kernel_at, read_route
 from lokakern.nn.static_handoff import (
     BoundedSequential,
@@ -114,6 +115,10 @@ def convert(
     Without a faster quantizing kernel a product stays bitwise equal to `nn.Linear`. Only bfloat16
     products are quantized: of bfloat16 parameters, or under autocast.
 
+    Products with a parameter of another module, such as ``x @ self.w``, are sites, too, except with
+    a report, if torch.fx can trace the forward of the module (`lokakern.nn.raw_pattern`). Their
+    names are those of the parameters, which stay; `Conversion.skipped` has the reasons for others.
+
     Errors of kernels are those on the measured distributions, or on the data of a report, not on
     every input: ``check`` compares sampled rows of actual inputs.
 
@@ -137,8 +142,9 @@ def convert(
               the product.
 
             ``distribution``, ``between``, ``weight_scales`` and ``regime`` have no effect then.
-        filter: ``(module, name) -> bool``, which accepts layers to convert; None: all.
-        skip: Names of layers to leave out of those, or patterns of them as of `fnmatch`, such as
+        filter: ``(module, name) -> bool``, which accepts layers to convert; None: all. For a
+            product with a parameter the module has ``in_features`` and ``out_features``.
+        skip: Names of sites to leave out of those, or patterns of them as of `fnmatch`, such as
             "head.*"; unlike those that the filter rejects, they are listed in
             `Conversion.skipped`.
         inference: Whether weights are quantized once, now, without training: later changes of a
@@ -203,15 +209,14 @@ def convert(
     names = dispatcher.distribution_names(distribution)
     marker = sampled_check.Marker(check)
     forms = FORMS if weight_scales is None else tuple(_form_named(x) for x in weight_scales)
-    found, skipped = _sites_of(model, filter, _patterns_of(skip))
-    seen = wanted.unseen if isinstance(wanted, ProbeReport) else {}
+    raw, elsewhere = raw_sites(model, wanted.unseen if isinstance(wanted, ProbeReport) else None)
+    found, skipped = _sites_of(model, raw, filter, _patterns_of(skip))
     if not found:
         reasons = "".join(f"; {name}: {why}" for name, why in skipped.items())
         raise UnknownNameError(
-            f"convert: {type(model).__name__} has no layer to convert; expected an nn.Linear that "
-            f"filter= accepts and skip= does not name{reasons}"
+            f"convert: {type(model).__name__} has no layer to convert; expected an nn.Linear, or a "
+            f"product with a parameter, that filter= accepts and skip= does not name{reasons}"
         )
-    elsewhere = matrices_elsewhere(model, is_seen=bool(seen)) | seen
     skipped |= {name: why for name, why in elsewhere.items() if name not in found}
     conversion = Conversion(
         model,
@@ -241,11 +246,11 @@ def convert(
 
 @dataclass
 class Site:
-    """A converted layer.
+    """A converted layer, or the products of a module with a parameter of its own.
 
     Attributes:
-        name: Its name in the model.
-        module: The layer.
+        name: Its name in the model, or that of the parameter.
+        module: The layer, or a `lokakern.nn.raw_product.RawProduct`.
         routes: Routes of output, grad_input and grad_weight.
     """
 
@@ -258,10 +263,9 @@ class Conversion:
     """The result of `lokakern.convert`.
 
     Attributes:
-        sites: Converted layers by name.
-        skipped: Reasons by name, for linear layers that were not converted, and for products
-            outside linear layers: those in a report of Probe, or else parameters of modules that
-            may multiply by them.
+        sites: Converted layers, and products with parameters of other modules, by name.
+        skipped: Reasons by name, for linear layers and products that were not converted: those in a
+            report of Probe, or else parameters of modules that may multiply by them.
         regime: The regime of the times by which kernels were chosen.
     """
 
@@ -426,8 +430,15 @@ class Conversion:
             self._apply(self.sites[name], chains.get(name, ""))
         set_fast_paths(self._owners)
         self._apply_handoffs(keep_classes)
+        for owner in self._raw_owners():
+            renew_products(owner, is_kept=keep_classes)
         self._apply_crosses(keep_classes)
         return changed
+
+    def _raw_owners(self) -> list[nn.Module]:
+        """Modules whose products with parameters of their own are sites."""
+        raw = (m for m in self._modules.values() if isinstance(m, RawProduct))
+        return list({id(m.owner[0]): m.owner[0] for m in raw}.values())
 
     def _apply(self, site: Site, chain: str) -> None:
         """Apply the routes of a site, and a chain of a `LinearNormAct` alone."""
@@ -573,6 +584,7 @@ class Conversion:
         for name, module in self._modules.items():
             assert isinstance(module, nn.Linear | Routed)  # all sites are
             n, k, has_bias, weight = shape_of(module)
+            is_turned = isinstance(module, RawProduct) and module.matrix.is_turned
             device = self._device_for(weight)
             if getattr(module, "is_mixing", False):
                 found[name] = tuple(Route(gemm, PLAIN, MIXING) for gemm in GEMMS)
@@ -580,23 +592,24 @@ class Conversion:
             by = _source_of(wanted, name, self._distributions)
             if isinstance(by, Judge):
                 by = replace(by, regime=self.regime)
-            key = (n, k, has_bias, device, by)
+            key = (n, k, has_bias, device, by, is_turned)
             if key not in known:
-                known[key] = self._routes_by(by, n, k, has_bias, device, name)
+                known[key] = self._routes_by(by, n, k, has_bias, device, name, is_turned)
             found[name] = known[key]
         return found
 
     def _routes_by(
-        self, by: Judge | Forced, n: int, k: int, has_bias: bool, device: Device, site: str
-    ) -> tuple[Route, ...]:
+        self, by: Judge | Forced, n: int, k: int, has_bias: bool, device: Device, site: str,
+        is_turned: bool,
+    ) -> tuple[Route, ...]:  # fmt: skip
         if isinstance(by, Forced):
             return forced_routes(
                 n, k, by, device, has_bias=has_bias, inference=self._inference,
-                m_range=self._m_range, site=site,
+                m_range=self._m_range, site=site, is_turned=is_turned,
             )  # fmt: skip
         return routes_of(
             n, k, by, device, has_bias=has_bias, inference=self._inference,
-            m_range=self._m_range, forms=self._forms,
+            m_range=self._m_range, forms=self._forms, is_turned=is_turned,
         )  # fmt: skip
 
     @property
@@ -820,13 +833,16 @@ class Conversion:
             if site.module.is_mixing:
                 continue
             n, k, _, _ = shape_of(site.module)
-            forms = missing.setdefault((n, k), [])
-            forms += [
-                form
-                for route in site.routes[: 1 if self._inference else None]
-                for form in _FORMS[route.gemm]
-                if (not route.choices or route.is_predicted) and form not in forms
-            ]
+            turned = isinstance(site.module, RawProduct) and site.module.matrix.is_turned
+            for route in site.routes[: 1 if self._inference else None]:
+                if route.choices and not route.is_predicted:
+                    missing.setdefault((n, k), [])
+                    continue
+                gemm, sizes = route.gemm, (n, k)
+                if turned and not self._inference and gemm in _TURNED:
+                    gemm, sizes = _TURNED[gemm], (k, n)
+                forms = missing.setdefault(sizes, [])
+                forms += [form for form in _FORMS[gemm] if form not in forms]
         for (n, k), forms in list(missing.items()):
             # Where bf16 of unaligned rows is no measure, that of padded sizes is.
             wide = (-(-n // 8) * 8, -(-k // 8) * 8)
@@ -863,6 +879,8 @@ class Conversion:
             remove_handoff(sequence, self._key)
         for module in self.callers:
             remove_crosses(module, self._key)
+        for owner in self._raw_owners():
+            renew_products(owner)
         set_fast_paths(self._owners)
         self.sites, self._modules, self.sequences, self._owners = {}, {}, [], []
         self.fused, self.callers, self.spans, self.left_crosses = [], [], [], {}
@@ -893,6 +911,8 @@ class Conversion:
 
 _BOTH = (16, 17)  # an m that 16 divides, and one that it does not
 _RESIZED = "a mod was undone, which changed the sizes: refresh, or convert the model again"
+# A product with a weight [k, n] is another one of a layer with k outputs and n inputs.
+_TURNED = {"output": "grad_input", "grad_input": "output"}
 # Forms of each product in suites of users.
 _FORMS = {
     "output": ("gemm", "prepared"), "grad_input": ("grad_input",), "grad_weight": ("grad_weight",),
@@ -900,12 +920,16 @@ _FORMS = {
 
 
 def _sites_of(
-    model: nn.Module, accepts: ModuleFilter | None, skip: Sequence[str]
+    model: nn.Module,
+    raw: Mapping[str, nn.Module],
+    accepts: ModuleFilter | None,
+    skip: Sequence[str],
 ) -> tuple[dict[str, nn.Module], dict[str, str]]:
     found: dict[str, nn.Module] = {}
     skipped: dict[str, str] = {}
     inner, uncalled = inner_layers(model), never_called(model)
-    layers = dict(named_modules(model, lambda module, _: isinstance(module, nn.Linear | Routed)))
+    layers = dict(named_modules(model, lambda module, _: is_layer(module)))
+    layers |= {name: module for name, module in raw.items() if name not in layers}
     for pattern in skip:
         if not any(fnmatchcase(name, pattern) for name in layers):
             raise UnknownNameError(

@@ -80,7 +80,7 @@ def _check_name(name: str) -> None:
 
 def forced_routes(
     n: int, k: int, forced: Forced, device: Device, *, has_bias: bool = False,
-    inference: bool = False, m_range: MRange | None = None, site: str = "",
+    inference: bool = False, m_range: MRange | None = None, site: str = "", is_turned: bool = False,
 ) -> tuple[Route, ...]:  # fmt: skip
     """Routes of the three GEMMs of a layer ``Y[m, n] = X[m, k] W[n, k]^T`` by named kernels.
 
@@ -93,6 +93,7 @@ def forced_routes(
         inference: Whether weights are quantized once, without gradients.
         m_range: Smallest and largest m that is quantized; None: all m.
         site: Name of the layer, for errors.
+        is_turned: As of `routes_of`.
 
     Raises:
         UnsupportedError: A kernel that was named does not take a product.
@@ -104,8 +105,9 @@ def forced_routes(
         elif name == UNQUANTIZED:
             found.append(Route(gemm, PLAIN, FORCED))
         else:
-            epilogue = "bias" if has_bias and gemm == "output" else "none"
-            at = [problem_of(gemm, m, n, k, epilogue) for m in (16, 17)]
+            turned = is_turned and not inference
+            epilogue = "bias" if has_bias and gemm == "output" and not turned else "none"
+            at = [problem_of(gemm, m, n, k, epilogue, turned) for m in (16, 17)]
             kernels, reasons = zip(
                 *(_kernel_for(p, gemm, name, device, inference) for p in at), strict=True
             )

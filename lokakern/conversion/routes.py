@@ -124,7 +124,7 @@ class Judge:
 def routes_of(
     n: int, k: int, judge: Judge, device: Device, *, has_bias: bool = False,
     inference: bool = False, m_range: MRange | None = None, forms: Sequence[Granularity] = FORMS,
-    is_prepared: bool | None = None, is_turned: bool = False,
+    is_prepared: bool | None = None, is_turned: bool = False, turns_gradient: bool = False,
 ) -> tuple[Route, ...]:  # fmt: skip
     """Routes of the three GEMMs of a layer ``Y[m, n] = X[m, k] W[n, k]^T``.
 
@@ -139,7 +139,8 @@ def routes_of(
         forms: Granularities of the weight.
         is_prepared: Whether the weight was quantized before, so that times are without that; None:
             in inference.
-        is_turned: Whether W is the transpose of a row-major ``[k, n]``, and its gradient, too.
+        is_turned: Whether the weight is stored as ``[k, n]``. A prepared weight has no such layout.
+        turns_gradient: Whether the gradient of a turned weight is computed as ``[k, n]``, too.
     """
     is_prepared = inference if is_prepared is None else is_prepared
     judge = replace(judge, is_training=not inference)
@@ -150,22 +151,25 @@ def routes_of(
     if reason:
         return tuple(Route(gemm, PLAIN, f"{reason}: nothing is quantized") for gemm in GEMMS)
     epilogues = ("bias", "none") if has_bias else ("none",)
+    is_turned = is_turned and not is_prepared
+    if is_turned:
+        epilogues = ("none",)  # no other was measured
     first = Route("output", PLAIN, "nothing was measured")
     for epilogue in epilogues:
-        problem_at = _output_of(n, k, epilogue, is_turned)
+        problem_at = output_problem(n, k, epilogue, is_turned)
         first = _route("output", problem_at, judge, device, is_prepared, m_range, forms)
         if first.choices:
             break
     else:
-        problem_at = _output_of(n, k, epilogues[0], is_turned)
+        problem_at = output_problem(n, k, epilogues[0], is_turned)
         first = _route("output", problem_at, predicting, device, is_prepared, m_range, forms)
     if inference:
         return (first, *(Route(gemm, PLAIN, NO_GRADIENTS) for gemm in GEMMS[1:]))
-    problem_at = _output_problem(k, n, "none") if is_turned else _grad_input_problem(n, k)
+    problem_at = grad_input_problem(n, k, is_turned)
     second = _route("grad_input", problem_at, judge, device, False, m_range, forms)
     if not second.choices:
         second = _route("grad_input", problem_at, predicting, device, False, m_range, forms)
-    n, k = (k, n) if is_turned else (n, k)
+    n, k = (k, n) if is_turned and turns_gradient else (n, k)
     third = _grad_weight_route(n, k, judge, device, first, m_range)
     if not third.choices:
         third = _grad_weight_route(n, k, predicting, device, first, m_range)
@@ -197,29 +201,38 @@ def activating_route(
     return route_text(Granularity.ROW, segments, [(0, PLAIN)])
 
 
-def problem_of(gemm: str, m: int, n: int, k: int, epilogue: str = "none") -> Problem:
+def problem_of(
+    gemm: str, m: int, n: int, k: int, epilogue: str = "none", is_turned: bool = False
+) -> Problem:
     """One of `GEMMS` of a layer at m rows; ``epilogue`` is that of the output."""
     if gemm == "output":
-        return _output_problem(n, k, epilogue)(m)
-    return (
-        _grad_input_problem(n, k)(m) if gemm == "grad_input" else grad_weight_case(m, n, k).problem
-    )
+        return output_problem(n, k, epilogue, is_turned)(m)
+    if gemm == "grad_input":
+        return grad_input_problem(n, k, is_turned)(m)
+    return grad_weight_case(m, n, k).problem
+
+
+def output_problem(
+    n: int, k: int, epilogue: str, is_turned: bool = False
+) -> Callable[[int], Problem]:
+    """``Y[m, n] = X[m, k] W[n, k]^T``; of a weight ``[k, n]`` a gradient of another layer."""
+    return _grad_input_problem(k, n) if is_turned else _output_problem(n, k, epilogue)
+
+
+def grad_input_problem(n: int, k: int, is_turned: bool = False) -> Callable[[int], Problem]:
+    """``dX[m, k] = dY[m, n] W[n, k]``; of a weight ``[k, n]`` the output of another layer."""
+    return _output_problem(k, n, "none") if is_turned else _grad_input_problem(n, k)
 
 
 def _output_problem(n: int, k: int, epilogue: str) -> Callable[[int], Problem]:
     return lambda m: make_problem("gemm", (m, n, k), epilogue=epilogue)
 
 
-def _output_of(n: int, k: int, epilogue: str, is_turned: bool) -> Callable[[int], Problem]:
-    """``Y[m, n] = X[m, k] W[n, k]^T``; a turned W is read as the weight of a gradient is."""
-    return _grad_input_problem(k, n, epilogue) if is_turned else _output_problem(n, k, epilogue)
-
-
-def _grad_input_problem(n: int, k: int, epilogue: str = "none") -> Callable[[int], Problem]:
+def _grad_input_problem(n: int, k: int) -> Callable[[int], Problem]:
     """``dX[m, k] = dY[m, n] W[n, k]``, W as the forward pass stores it."""
     a = Operand(Format.BFLOAT16, Granularity.NONE, Layout.ROW, alignment_of(2 * n))
     b = Operand(Format.BFLOAT16, Granularity.NONE, Layout.ROW, alignment_of(2 * k))
-    return lambda m: make_problem("gemm", (m, k, n), a=a, b=b, epilogue=epilogue)
+    return lambda m: make_problem("gemm", (m, k, n), a=a, b=b)
 
 
 def _route(

@@ -40,6 +40,7 @@ from lokakern.errors import MeasurementError, UnsupportedError
 from lokakern.nn.chain_plan import steps_at
 from lokakern.nn.linear import CHAIN_DATA, CHAIN_SCALE
 from lokakern.nn.module_scan import shape_of
+from lokakern.nn.raw_product import RawProduct
 from lokakern.nn.routed_matmul import PLAIN, kernel_at
 from lokakern.selection.choice import Choice
 
@@ -287,10 +288,12 @@ def observed_rows(
     trained: set[str] = set()
 
     def see(name: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        def hook(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
             x = inputs[0] if inputs else named["input"]
             if isinstance(x, Tensor) and x.numel():
-                rows[name].add(x.numel() // x.shape[-1])
+                # Inputs of a raw product may be [..., k, 1].
+                columns = module.in_features if isinstance(module, RawProduct) else x.shape[-1]
+                rows[name].add(x.numel() // columns)
                 if torch.is_grad_enabled():
                     trained.add(name)
 

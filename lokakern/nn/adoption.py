@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lokakern.nn.linear import PLAIN_ROUTES, Linear, Routed
 from lokakern.nn.linear_norm_act import LinearNormAct
+from lokakern.nn.raw_product import RawProduct
 
 
 class Chosen(NamedTuple):
@@ -32,7 +33,9 @@ class Chosen(NamedTuple):
 
 
 def adopt(layer: nn.Module) -> None:
-    """Make an `nn.Linear` a `Linear`; leave any other layer as it is."""
+    """Make an `nn.Linear` a `Linear`, and a `RawProduct` a child; leave others as they are."""
+    if isinstance(layer, RawProduct):
+        layer.register()
     if type(layer) is nn.Linear:
         layer.__class__ = Linear
         layer._is_adopted = True  # type: ignore[assignment]
@@ -42,8 +45,10 @@ def release(layer: nn.Module) -> None:
     """Make an adopted layer an `nn.Linear` again, unless another change needs a `Linear`.
 
     A class from fully_shard stays, and so does a layer whose weight FSDP2 gathers as FP8: without
-    routes both multiply as `nn.Linear`.
+    routes both multiply as `nn.Linear`. A `RawProduct` leaves its module.
     """
+    if isinstance(layer, RawProduct) and not layer._choices:
+        layer.unregister()
     if type(layer) is not Linear or not layer._is_adopted:
         return
     is_needed = layer._choices or layer.padding != (0, 0) or layer.is_mixing
@@ -115,6 +120,7 @@ def _apply_newest(module: Routed) -> None:
 def _parameter(module: Routed) -> Tensor | None:
     """The parameter, if it is multiplied without change."""
     is_plain = isinstance(module, Linear) and module.padding == (0, 0)
+    is_plain |= isinstance(module, RawProduct)
     weight = module.weight if is_plain else None
     return weight if isinstance(weight, Tensor) and not hasattr(weight, "to_local") else None
 

@@ -1,10 +1,12 @@
-"""Forwards with crosses as chains: ``x0 * layer(x) + x`` of DCN in one op.
+"""Forwards with crosses as chains, ``x0 * layer(x) + x`` of DCN in one op, and with raw products.
 
-A module that computes a cross shows it in its forward alone, which is traced. While a conversion
-has chains for crosses, ``forward`` of the module is that of a `CrossedForward`, which calls the
-traced function: the same, with one call for each cross. Where a chain does not hold (see
-`lokakern.nn.chain_call`), this call computes the original expression by the original layers. Where
-children or settings of the module changed since it was traced, its own forward runs.
+A module that computes a cross, or multiplies by a parameter of its own, shows it in its forward
+alone, which is traced. While a conversion has chains for crosses, or routes for such products,
+``forward`` of the module is that of a `CrossedForward`, which calls the traced function: the same,
+with one call for each cross and each product (`lokakern.nn.raw_product`). Where a chain does not
+hold (see `lokakern.nn.chain_call`), this call computes the original expression by the original
+layers. Where children or settings of the module changed since it was traced, or an optional
+argument is given, its own forward runs.
 
 An attribute of the module, and not a wrapper, so that names of children and of parameters stay; and
 not a class, so that the module is what it was to code that asks for its type.
@@ -35,7 +37,9 @@ from lokakern.nn.chain_call import (
 from lokakern.nn.chain_plan import read_plan
 from lokakern.nn.cross_pattern import FoundCross, crosses_in
 from lokakern.nn.linear import Linear
-from lokakern.nn.traced_forward import traced
+from lokakern.nn.raw_pattern import FoundProduct, products_in
+from lokakern.nn.raw_product import CHILD, products_of
+from lokakern.nn.traced_forward import is_traceable, traced, traced_modes
 from lokakern.types import Granularity
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)  # which a forward reads, and does not call
@@ -93,7 +97,9 @@ def _parts(layers: Sequence[nn.Module], words: Sequence[list[str]]) -> list[Part
 
 
 class CrossedForward:
-    """The ``forward`` of a module with crosses, which is copied and pickled with the module.
+    """The ``forward`` of a changed module, which is copied and pickled with the module.
+
+    It has the crosses of conversions, and the registered products of the module.
 
     Args:
         module: The module.
@@ -101,23 +107,41 @@ class CrossedForward:
         settings: The crosses of conversions; the newest are in effect.
 
     Raises:
-        UnsupportedError: The forward cannot be traced, or a cross is not there.
+        UnsupportedError: The forward cannot be traced, or a cross or a product is not there.
     """
 
     def __init__(
         self, module: nn.Module, before: Callable[..., Any] | None, settings: tuple[Crosses, ...]
     ) -> None:
         self.module, self.before, self.settings = module, before, settings
-        graph = graph_of(module)
-        self.plans = tuple(plan for _, plan in settings[-1].crosses)
-        # An argument, so that a compiled graph of other plans needs no other function.
-        with graph.inserting_before(next(iter(graph.nodes))):
-            plans = graph.placeholder("cross_plans")
-        for found, place in _wanted(graph, module, settings[-1].crosses):
-            _replace(graph, found, plans, place)
-        code = graph.python_code("self")
+        crosses = settings[-1].crosses if settings else ()
+        self.plans = tuple(plan for _, plan in crosses)
+        if crosses:  # in inference, which is no other mode
+            graphs, self._defaults = [graph_of(module)], dict[str, Any]()
+        else:
+            graphs, self._defaults = graphs_of(module)
+        self._arguments = tuple(inspect.signature(type(module).forward).parameters)[1:]
+        missing = set(products_of(module))
+        codes = []
+        for graph in graphs:
+            # An argument, so that a compiled graph of other plans needs no other function.
+            with graph.inserting_before(next(iter(graph.nodes))):
+                plans = graph.placeholder("cross_plans")
+            for found, place in _wanted(graph, module, crosses):
+                _replace(graph, found, plans, place)
+            for product in reversed(products_in(graph, module)):  # which may read another
+                key = product.matrix.key
+                if key in products_of(module):
+                    _replace_product(graph, product)
+                    missing.discard(key)
+            codes.append(graph.python_code("self"))
+        if missing:
+            raise UnsupportedError(
+                f"{type(module).__name__} has no product with {min(missing).replace('/', '.')}"
+            )
         # As text, because a function that was made from text cannot be pickled.
-        self._source, self._names = code.src, dict(code.globals)
+        self._sources = list(dict.fromkeys(code.src for code in codes))
+        self._names = {name: x for code in codes for name, x in code.globals.items()}
         self._children = _children(module)
         self._values = {
             name: value for name, value in vars(module).items()
@@ -127,23 +151,45 @@ class CrossedForward:
         self._compile()
 
     def _compile(self) -> None:
-        names = dict(self._names)
-        exec(compile(self._source, "<crossed forward>", "exec"), names)
-        self._function: Callable[..., Any] = names["forward"]
+        self._functions: list[Callable[..., Any]] = []  # in training, and in evaluation
+        for source in self._sources:
+            names = dict(self._names)
+            exec(compile(source, "<crossed forward>", "exec"), names)
+            self._functions.append(names["forward"])
 
     def run(self, *args: Any, **options: Any) -> Any:
         """The module's output; this method is its ``forward``."""
         module = self.module
-        is_given = not any(x is None for x in (*args, *options.values()))  # as traced
-        if is_given and self.is_as_traced:
-            return self._function(module, self.plans, *args, **options)
+        given = self._given(args, options)
+        if given is not None and self.is_as_traced:
+            function = self._functions[0 if module.training else -1]
+            return function(module, self.plans, *given[0], **given[1])
         if self.before is not None:
             return self.before(*args, **options)
         return type(module).forward(module, *args, **options)
 
+    def _given(
+        self, args: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[list[Any], dict[str, Any]] | None:
+        """Arguments without defaults; None if an argument is None, or an optional one is given."""
+        kept, named = list(args), options
+        if self._defaults:
+            pairs = [*zip(self._arguments, args, strict=False), *options.items()]
+            for name, x in pairs:
+                if name in self._defaults and not _is_same(x, self._defaults[name]):
+                    return None
+            if len(args) > len(self._arguments):
+                return None
+            kept = [x for name, x in pairs[: len(args)] if name not in self._defaults]
+            named = {name: x for name, x in options.items() if name not in self._defaults}
+        for x in (*kept, *named.values()):
+            if x is None:
+                return None
+        return kept, named
+
     def has_crosses(self, setting: Crosses) -> bool:
         """Whether these crosses are those in effect, with these or other plans."""
-        known = self.settings[-1].crosses
+        known = self.settings[-1].crosses if self.settings else ()
         return [x.names for x in known] == [x.names for x in setting.crosses]
 
     @property
@@ -171,7 +217,7 @@ class CrossedForward:
             name: _Module(x.__name__) if isinstance(x, ModuleType) else x
             for name, x in self._names.items()
         }
-        return {**vars(self), "_names": names, "_function": None}
+        return {**vars(self), "_names": names, "_functions": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -190,12 +236,61 @@ def graph_of(module: nn.Module) -> fx.Graph:
         UnsupportedError: The forward cannot be traced, or has optional arguments: a trace does not
             know whether they are given.
     """
-    for name, parameter in inspect.signature(type(module).forward).parameters.items():
-        is_one = parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-        if not is_one or parameter.default is not parameter.empty:
-            raise UnsupportedError(f"argument {name} of its forward is optional")
+    defaults = _defaults_of(module)
+    if defaults:
+        raise UnsupportedError(f"argument {next(iter(defaults))} of its forward is optional")
     with uncrossed(module):
         return traced(module)
+
+
+def graphs_of(module: nn.Module) -> tuple[list[fx.Graph], dict[str, Any]]:
+    """The graphs of a forward in training and in evaluation, or one for both, and the defaults.
+
+    They are those of calls without optional arguments.
+
+    Raises:
+        UnsupportedError: The forward cannot be traced, has any number of arguments, or calls all
+            children of the module.
+    """
+    defaults = _defaults_of(module)
+    with uncrossed(module), _a_product(module):
+        both = traced_modes(module, defaults)
+    for graph in both:
+        if any(str(node.target).startswith(CHILD) for node in graph.nodes):
+            raise UnsupportedError("its forward reads all children of the module")
+    is_one = both[0].python_code("self").src == both[1].python_code("self").src
+    return list(both[:1] if is_one else both), defaults
+
+
+def _defaults_of(module: nn.Module) -> dict[str, Any]:
+    """Optional arguments of a forward."""
+    forward = type(module).forward
+    if forward is nn.Module.forward:
+        raise UnsupportedError("it has no forward")
+    found = {}
+    for name, parameter in inspect.signature(forward).parameters.items():
+        is_optional = parameter.default is not parameter.empty
+        is_one = parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        if not is_one and not (parameter.kind is parameter.KEYWORD_ONLY and is_optional):
+            raise UnsupportedError(f"argument {name} of its forward is not positional")
+        if is_optional and not _is_setting(parameter.default):
+            raise UnsupportedError(f"argument {name} of its forward is optional")
+        if is_optional:
+            found[name] = parameter.default
+    return found
+
+
+@contextmanager
+def _a_product(module: nn.Module) -> Iterator[None]:
+    """A module with the child that a conversion adds, so that a trace shows who reads it."""
+    if CHILD in module._modules:
+        yield
+        return
+    module.add_module(CHILD, nn.ModuleDict({"none": nn.Identity()}))
+    try:
+        yield
+    finally:
+        del module._modules[CHILD]
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -300,15 +395,47 @@ def remove_crosses(module: nn.Module, key: str = "") -> None:
     crossed, others = crossed_of(module), _others(module, key)
     if crossed is None or others == crossed.settings:
         return
-    forward = crossed.before
-    if others:
-        try:
-            forward = CrossedForward(module, forward, others).run
-        except UnsupportedError as error:
-            warnings.warn(f"{error}: its own forward runs until a refresh", stacklevel=2)
-            for setting in others:
-                _drop_weights(module, setting.key)
     _drop_weights(module, key)
+    _rebuild(module, crossed.before, others)
+
+
+def renew_products(module: nn.Module, *, is_kept: bool = False) -> None:
+    """Follow a change of the registered products of a module.
+
+    Its forward is traced while a product has routes, unless someone set another one since.
+
+    Args:
+        module: The module.
+        is_kept: Whether a traced forward stays without routes.
+    """
+    crossed = crossed_of(module)
+    if crossed is not None and crossed.is_as_traced and is_kept:
+        return
+    is_wanted = has_routes(module) or (crossed is not None and bool(crossed.settings))
+    if crossed is None:
+        if is_wanted and is_traceable(module):
+            _rebuild(module, vars(module).get("forward"), ())
+    elif not is_wanted or not crossed.is_as_traced:
+        _rebuild(module, crossed.before, crossed.settings)
+
+
+def has_routes(module: nn.Module) -> bool:
+    """Whether a registered product of a module has routes."""
+    return any(product.is_special for product in products_of(module).values())
+
+
+def _rebuild(
+    module: nn.Module, before: Callable[..., Any] | None, settings: tuple[Crosses, ...]
+) -> None:
+    """Set the forward of a module with these crosses and its products, or its own forward."""
+    forward = before
+    if settings or has_routes(module):
+        try:
+            forward = CrossedForward(module, before, settings).run
+        except UnsupportedError as error:
+            warnings.warn(f"{error}: its own forward runs until a refresh", stacklevel=3)
+            for setting in settings:
+                _drop_weights(module, setting.key)
     _set_forward(module, forward)
 
 
@@ -359,6 +486,15 @@ def _wanted(
     if missing:
         raise UnsupportedError(f"{type(module).__name__} has no cross of {', '.join(min(missing))}")
     return found[::-1]
+
+
+def _replace_product(graph: fx.Graph, found: FoundProduct) -> None:
+    """Replace a product by a call of its `RawProduct`."""
+    with graph.inserting_before(found.node):
+        given = (found.x, found.weight, found.bias, found.form)
+        call = graph.call_module(f"{CHILD}.{found.matrix.key}", given)
+    found.node.replace_all_uses_with(call)
+    graph.erase_node(found.node)
 
 
 def _replace(graph: fx.Graph, found: FoundCross, plans: fx.Node, place: int) -> None:

@@ -79,6 +79,15 @@ def _fits(x: torch.dtype, weight: torch.dtype, device: str) -> bool:
     return x is weight is torch.bfloat16
 
 
+def warn_unfit(x: Tensor, weight: Tensor) -> None:
+    """Warn once that kernels do not take these dtypes."""
+    warn_once(
+        f"a converted layer multiplies {x.dtype} by a weight in {weight.dtype} "
+        "unquantized, as kernels need bfloat16: run the model under torch.autocast in "
+        "bfloat16, or convert all of it to bfloat16"
+    )
+
+
 def _quantizable(weight: Tensor) -> Tensor:
     """The weight as quantizers read it; float32 is not rounded to bfloat16 first."""
     return weight if weight.dtype in (torch.bfloat16, torch.float32) else weight.to(torch.bfloat16)
@@ -161,11 +170,7 @@ class Routed(nn.Module):
         if self.is_offloaded and (not fits or _wants_gradients(x, weight, bias)):
             raise UnsupportedError(_OF_OFFLOADED)
         if not fits:  # kernels were measured on bfloat16 only
-            warn_once(
-                f"a converted layer multiplies {x.dtype} by a weight in {weight.dtype} "
-                "unquantized, as kernels need bfloat16: run the model under torch.autocast in "
-                "bfloat16, or convert all of it to bfloat16"
-            )
+            warn_unfit(x, weight)
             return linear(x, weight, bias)
         m = x.shape[:-1].numel()
         asked = self._routes if is_grad_enabled() else self._routes[:1]

@@ -10,6 +10,7 @@ from torch.nn.modules.conv import _ConvNd as _Convolution
 
 ModuleFilter = Callable[[nn.Module, str], bool]
 INNER = "it is multiplied as a part of another layer"
+NOT_SHOWN = "no forward of its module shows a product of rows with it"
 MIXING = "MixTokens makes it multiply across tokens, whose layout no FP8 kernel reads"
 # Modules of torch that multiply by a parameter of their own; others only hold parameters, look rows
 # up or scale by them.
@@ -95,12 +96,15 @@ def matrices_elsewhere(model: nn.Module, *, is_seen: bool = False) -> dict[str, 
             autograd does not show there.
     """
     found = {}
-    for name, module in model.named_modules():
+    for name, module in named_modules(model, lambda *_: True):
         is_known = type(module).__module__.startswith(("torch.", "lokakern."))
         may_multiply = isinstance(module, _MULTIPLYING) or not is_known
         is_hidden = isinstance(module, _HIDDEN)
         if isinstance(module, nn.Linear) or not (is_hidden if is_seen else may_multiply):
             continue
+        why = NOT_SHOWN
+        if is_known and not isinstance(module, nn.ParameterList | nn.ParameterDict):
+            why = "products of torch's own modules are not converted"
         for key, p in module.named_parameters(recurse=False):
             size = "a parameter that is not initialized"
             if not isinstance(p, nn.UninitializedParameter):
@@ -109,7 +113,6 @@ def matrices_elsewhere(model: nn.Module, *, is_seen: bool = False) -> dict[str, 
                     continue  # it is no factor of a product of matrices
                 size = str(list(p.shape))
             found[f"{name}.{key}" if name else key] = (
-                f"a {type(module).__name__} holds {size}; products of an nn.Linear only are "
-                "converted"
+                f"a {type(module).__name__} holds {size}; {why}"
             )
     return found

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import os
+import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,6 +19,7 @@ from lokakern.errors import UnsupportedError
 _GRAPHS: WeakKeyDictionary[Any, fx.Graph] = WeakKeyDictionary()  # of rewritten forwards
 
 
+_CONSTANT = "_tensor_constant"  # attributes that fx makes of tensors in a forward
 _OF_TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
@@ -37,9 +39,18 @@ class _Tracer(fx.Tracer):
     # Else reads of buffers are constants, and writes to them happen when the forward is traced.
     proxy_buffer_attributes = True
 
-    def __init__(self) -> None:
+    def __init__(self, defaults: Mapping[str, Any]) -> None:
         super().__init__()
-        self._modes = _modes()
+        self._modes, self._defaults = _modes(), defaults
+
+    def create_args_for_root(self, *arguments: Any, **options: Any) -> tuple[Any, list[Any]]:
+        function, given = super().create_args_for_root(*arguments, **options)
+        for place, x in enumerate(given):
+            name = str(x.node.target) if isinstance(x, fx.Proxy) else ""
+            if name in self._defaults:
+                self.graph.erase_node(x.node)
+                given[place] = self._defaults[name]
+        return function, given
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return True
@@ -64,25 +75,45 @@ def traced(parent: nn.Module) -> fx.Graph:
     """The graph of the forward of a module, whose children are not traced.
 
     Raises:
-        UnsupportedError: The forward cannot be traced, differs between training and evaluation, is
-            not that of the class, or does what a graph does not show: it sets attributes of the
-            module, asks for the type of a tensor, or changes the mode of gradients or autocast.
+        UnsupportedError: As of `traced_modes`, or the forward differs between training and
+            evaluation.
+    """
+    training, evaluation = traced_modes(parent)
+    if training.python_code("self").src != evaluation.python_code("self").src:
+        raise UnsupportedError("its forward depends on whether it trains")
+    return training
+
+
+def traced_modes(
+    parent: nn.Module, defaults: Mapping[str, Any] | None = None
+) -> tuple[fx.Graph, fx.Graph]:
+    """The graphs of the forward of a module in training and in evaluation.
+
+    Args:
+        parent: The module; its children are not traced.
+        defaults: Arguments that have these values, and are none of the graphs.
+
+    Raises:
+        UnsupportedError: The forward cannot be traced, is not that of the class, or does what a
+            graph does not show: it sets attributes of the module, asks for the type of a tensor,
+            changes the mode of gradients or autocast, draws random numbers, or makes tensors.
     """
     own = vars(parent).get("forward")
     if own is not None:
         function = getattr(own, "__func__", None)
         known = None if function is None else _GRAPHS.get(function)
-        if known is None:
+        if known is None or defaults:
             raise UnsupportedError(
                 "torch.fx cannot trace it: it has a forward of its own, beside that of its class"
             )
-        return copy.deepcopy(known)
+        return copy.deepcopy(known), copy.deepcopy(known)
     was_training, attributes = parent.training, dict(vars(parent))
+    state, draws = random.getstate(), torch.get_rng_state()
     graphs = []
     try:
         for mode in (True, False):
             parent.training = mode  # not of its children, which are not traced
-            graphs.append(_Tracer().trace(parent))
+            graphs.append(_Tracer(defaults or {}).trace(parent))
     except UnsupportedError:
         raise
     except Exception as error:  # fx raises whatever a forward does with a proxy
@@ -92,10 +123,19 @@ def traced(parent: nn.Module) -> fx.Graph:
         written = _restore(parent, attributes)
     if written:
         raise UnsupportedError(f"its forward sets the attribute {min(written)}")
-    codes = [graph.python_code("self").src for graph in graphs]
-    if codes[0] != codes[1]:
-        raise UnsupportedError("its forward depends on whether it trains")
-    return graphs[0]
+    if random.getstate() != state or not torch.equal(torch.get_rng_state(), draws):
+        random.setstate(state)
+        torch.set_rng_state(draws)
+        raise UnsupportedError("its forward draws random numbers, which a graph would keep")
+    if any(str(node.target).startswith(_CONSTANT) for graph in graphs for node in graph.nodes):
+        raise UnsupportedError("its forward makes a tensor of no input, which a graph would keep")
+    return graphs[0], graphs[1]
+
+
+def is_traceable(parent: nn.Module) -> bool:
+    """Whether the forward of a module is that of its class, or of a mod."""
+    own = vars(parent).get("forward")
+    return own is None or getattr(own, "__func__", None) in _GRAPHS
 
 
 def _restore(parent: nn.Module, attributes: dict[str, Any]) -> list[str]:
@@ -107,7 +147,7 @@ def _restore(parent: nn.Module, attributes: dict[str, Any]) -> list[str]:
         del own[name]
     own.update((name, attributes[name]) for name in changed)
     # Constants of fx are different in each graph.
-    return [*changed, *(name for name in added if not name.startswith("_tensor_constant"))]
+    return [*changed, *(name for name in added if not name.startswith(_CONSTANT))]
 
 
 def forward_of(parent: nn.Module, graph: fx.Graph) -> Callable[..., Any]:

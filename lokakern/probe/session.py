@@ -16,7 +16,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lokakern.errors import ShapeError, UnknownNameError
-from lokakern.nn.linear import Linear, Routed
+from lokakern.nn.linear import Linear
 from lokakern.nn.module_scan import (
     INNER,
     MIXING,
@@ -26,6 +26,7 @@ from lokakern.nn.module_scan import (
     shape_of,
     weight_of,
 )
+from lokakern.nn.raw_product import is_layer
 from lokakern.nn.routed_matmul import kernel_at
 from lokakern.probe import files, ranks
 from lokakern.probe.hooks import (
@@ -114,7 +115,7 @@ class Probe:
         inner = inner_layers(model)
         self._modules: dict[str, nn.Module] = {}
         self._left: dict[str, tuple[nn.Module, str]] = {}  # and why
-        is_site = filter or (lambda module, _: isinstance(module, nn.Linear | Routed))
+        is_site = filter or (lambda module, _: is_layer(module))
         for name, module in named_modules(model, is_site):
             if id(module) in inner:
                 self._left[name] = module, INNER

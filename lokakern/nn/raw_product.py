@@ -1,0 +1,170 @@
+"""`RawProduct`: products of a module with a parameter of its own, on kernels of their routes.
+
+The module keeps the parameter. A child of the module, which has no parameters, holds the routes and
+in inference the FP8 weight; its forward gets the parameter at each call (`crossed_forward` writes
+these calls). As a child it moves, loads and is copied with the module.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+from torch.nn import functional
+
+from lokakern.nn.linear import Routed, _fits, _is_sharded, _is_without_data, _way, warn_unfit
+from lokakern.nn.raw_pattern import ADDMM, LEFT, LINEAR, MM, TURNED, Matrix
+from lokakern.nn.routed_matmul import is_known
+
+CHILD = "lokakern_products"  # name of the child that holds them
+
+
+class RawProduct(Routed):
+    """The products of a module with one matrix of its parameters.
+
+    Args:
+        owner: The module.
+        matrix: The matrix.
+        has_bias: Whether a product adds a bias.
+    """
+
+    def __init__(self, owner: nn.Module, matrix: Matrix, has_bias: bool) -> None:
+        super().__init__()
+        self.owner = (owner,)  # no child
+        self.matrix, self.has_bias = matrix, has_bias
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The parameter of the module."""
+        path, _, key = self.matrix.parameter.rpartition(".")
+        found = self.owner[0].get_submodule(path)._parameters[key]
+        assert found is not None  # as it was when the module was traced
+        return found
+
+    @property
+    def weight(self) -> Tensor:
+        """The matrix, ``[n, k]``."""
+        found: Tensor = self.parameter
+        for place in self.matrix.places:
+            found = found[place]
+        return found.t() if self.matrix.is_turned else found
+
+    @property
+    def in_features(self) -> int:
+        """Columns of the inputs."""
+        return self.product_shape()[1]
+
+    @property
+    def out_features(self) -> int:
+        """Columns of the outputs."""
+        return self.product_shape()[0]
+
+    def product_shape(self) -> tuple[int, int, bool, Tensor]:
+        """n, k, whether there is a bias, and the parameter."""
+        parameter = self.parameter
+        n, k = parameter.shape[-2:]
+        n, k = (k, n) if self.matrix.is_turned else (n, k)
+        return n, k, self.has_bias, parameter
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, form: str) -> Tensor:
+        """The product of a form (`lokakern.nn.raw_pattern`).
+
+        It is that of the original call where nothing is quantized.
+
+        Args:
+            x: The activation.
+            weight: The matrix as the original call reads it.
+            bias: What the original call adds.
+            form: Which call it was.
+        """
+        plan = self._plan
+        y = self._routed(plan, x, weight, bias, form) if plan else None
+        return _original(x, weight, bias, form) if y is None else y
+
+    def _routed(
+        self, plan: str, x: Tensor, weight: Tensor, bias: Tensor | None, form: str
+    ) -> Tensor | None:
+        """The product by routes, or None if none quantizes it."""
+        if is_compiling():
+            if x.is_meta or x.is_nested or _is_sharded(weight) or _is_sharded(x):
+                return None
+        elif _is_without_data(x) or x.is_nested or _is_sharded(weight) or _is_sharded(x):
+            return None
+        if form == LEFT:
+            if x.dim() < 3 or x.shape[-1] != 1:  # else rows of x are no rows in memory
+                return None
+            x = x.mT
+        if weight.dim() != 2 or x.dim() < 1 or (form in (MM, ADDMM) and x.dim() != 2):
+            return None
+        given = weight.t() if form in TURNED else weight
+        if x.shape[-1] != given.shape[1] or (bias is not None and bias.dim() != 1):
+            return None
+        if not _fits(x.dtype, given.dtype, x.device.type):
+            if not is_compiling():
+                warn_unfit(x, given)
+            return None
+        m = x.numel() // x.shape[-1]  # the size of a shape is no symbol in torch.export
+        if not _way(plan, m if is_known(m) else -1, x.dtype, given.dtype, x.device.type):
+            return None
+        y = self.product(x, given, bias)
+        return y.mT if form == LEFT else y
+
+    def freeze(self) -> None:
+        self.freeze_weight(self.weight)
+
+    def hold(self, weight: Tensor, before: Tensor | None) -> None:
+        """Nothing, as an unquantized product reads the parameter."""
+
+    def _load_from_state_dict(self, *arguments: Any, **options: Any) -> None:
+        super()._load_from_state_dict(*arguments, **options)
+        if self.is_frozen:  # the parameters of the owner, whose turn comes before
+            self.freeze()
+
+    def extra_repr(self) -> str:
+        """Shapes and routes."""
+        return f"k={self.in_features}, n={self.out_features}, {self.route_words()}"
+
+    @property
+    def is_special(self) -> bool:
+        """Whether it differs from the original calls in any way."""
+        return bool(self._plan)
+
+    def register(self) -> None:
+        """Make it a child of its module, by way of `CHILD`."""
+        owner = self.owner[0]
+        if CHILD not in owner._modules:
+            owner.add_module(CHILD, nn.ModuleDict())
+        owner.get_submodule(CHILD).add_module(self.matrix.key, self)
+
+    def unregister(self) -> None:
+        """Undo `register`."""
+        owner = self.owner[0]
+        found = products_of(owner)
+        if found.get(self.matrix.key) is self:
+            del found[self.matrix.key]
+            if not found:
+                del owner._modules[CHILD]
+
+
+def is_layer(module: nn.Module) -> bool:
+    """Whether a module is a linear layer, converted or not."""
+    return isinstance(module, nn.Linear | Routed) and not isinstance(module, RawProduct)
+
+
+def products_of(module: nn.Module) -> dict[str, Any]:
+    """The registered products of a module by key."""
+    found = module._modules.get(CHILD)
+    return {} if found is None else found._modules
+
+
+def _original(x: Tensor, weight: Tensor, bias: Tensor | None, form: str) -> Tensor:
+    if form == LINEAR:
+        return functional.linear(x, weight, bias)
+    if form == LEFT:
+        return torch.matmul(weight, x)
+    if form == ADDMM:
+        assert bias is not None
+        return torch.addmm(bias, x, weight)
+    return torch.mm(x, weight) if form == MM else torch.matmul(x, weight)
