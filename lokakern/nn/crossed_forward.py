@@ -24,8 +24,10 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from torch import Tensor, fx, nn
+from torch.compiler import is_compiling
 
 from lokakern.errors import UnsupportedError
+from lokakern.functional.checks import warn_once
 from lokakern.nn.chain_call import (
     Part,
     call_parts,
@@ -161,9 +163,15 @@ class CrossedForward:
         """The module's output; this method is its ``forward``."""
         module = self.module
         given = self._given(args, options)
-        if given is not None and self.is_as_traced:
+        if given is not None and self.is_as_traced and self._is_in_one_mode:
             function = self._functions[0 if module.training else -1]
             return function(module, self.plans, *given[0], **given[1])
+        if given is not None and products_of(module) and not is_compiling():
+            warn_once(
+                f"a {type(module).__name__} was changed since its forward was traced, or its "
+                "children are in another mode: its own forward runs, without FP8 products of its "
+                "parameters; after a change, refresh the conversion (handle.refresh())"
+            )
         if self.before is not None:
             return self.before(*args, **options)
         return type(module).forward(module, *args, **options)
@@ -210,6 +218,16 @@ class CrossedForward:
             is_other = value != _METHOD and not _is_same(getattr(kind, name), value)
             if name in own or is_other:
                 return False
+        return True
+
+    @property
+    def _is_in_one_mode(self) -> bool:
+        """Whether children are in the mode of the module, where its forward depends on modes."""
+        if len(self._functions) > 1:
+            mode = self.module.training
+            for child in self._children:
+                if child is not None and child.training is not mode:
+                    return False
         return True
 
     def __getstate__(self) -> dict[str, Any]:

@@ -137,6 +137,7 @@ class RawProduct(Routed):
         if CHILD not in owner._modules:
             owner.add_module(CHILD, nn.ModuleDict())
         owner.get_submodule(CHILD).add_module(self.matrix.key, self)
+        owner.get_submodule(CHILD).train(owner.training)
 
     def unregister(self) -> None:
         """Undo `register`."""

@@ -107,19 +107,23 @@ def traced_modes(
                 "torch.fx cannot trace it: it has a forward of its own, beside that of its class"
             )
         return copy.deepcopy(known), copy.deepcopy(known)
-    was_training, attributes = parent.training, dict(vars(parent))
+    attributes = dict(vars(parent))
+    # A forward may ask its children, too.
+    were_training = {m: m.training for m in parent.modules() if "training" in vars(m)}
     state, draws = random.getstate(), torch.get_rng_state()
     graphs = []
     try:
         for mode in (True, False):
-            parent.training = mode  # not of its children, which are not traced
+            for module in were_training:
+                module.training = mode
             graphs.append(_Tracer(defaults or {}).trace(parent))
     except UnsupportedError:
         raise
     except Exception as error:  # fx raises whatever a forward does with a proxy
         raise UnsupportedError(f"torch.fx cannot trace it: {error}") from error
     finally:
-        parent.training = was_training
+        for module, was_training in were_training.items():
+            module.training = was_training
         written = _restore(parent, attributes)
     if written:
         raise UnsupportedError(f"its forward sets the attribute {min(written)}")

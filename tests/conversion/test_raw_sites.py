@@ -20,6 +20,7 @@ from lokakern.conversion.convert import Conversion
 from lokakern.conversion.routes import grad_input_problem, output_problem
 from lokakern.conversion.tune import groups_of, observed_rows
 from lokakern.errors import UnknownNameError
+from lokakern.functional import checks
 from lokakern.nn.linear import Linear
 from lokakern.nn.raw_product import CHILD, products_of
 from lokakern.selection import dispatcher
@@ -236,7 +237,7 @@ class Layer(nn.Module):
         super().__init__()
         self.uvqk = nn.Parameter(torch.randn(dim, 4 * dim) * dim**-0.5)
         self.out = nn.Parameter(torch.randn(dim, dim) * dim**-0.5)
-        self.norm = nn.LayerNorm(dim)
+        self.norm, self.drop = nn.LayerNorm(dim), nn.Dropout(0.5)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, *, scale: float = 1.0) -> Tensor:
         y = functional.silu(torch.matmul(self.norm(x), self.uvqk))
@@ -244,7 +245,7 @@ class Layer(nn.Module):
         scores = functional.silu(q @ k.mT) / x.shape[-2]
         if mask is not None:
             scores = scores * mask
-        y = functional.dropout(u * (scores @ v), 0.5, self.training)
+        y = functional.dropout(u * (scores @ v), self.drop.p, self.drop.training)
         return x + functional.linear(y, self.out.to(y.dtype)) * scale
 
 
@@ -271,6 +272,12 @@ def test_hstu_trains_and_serves() -> None:
     assert torch.equal(model(x=x, scale=2.0), twin(x, scale=2.0))
     with pytest.raises(TypeError):
         model(x, x=x)
+    for each in (model, twin):
+        each.drop.train()  # which the forward asks
+    torch.manual_seed(4)
+    y = model(x)
+    torch.manual_seed(4)
+    assert torch.equal(y, twin(x)) and not torch.equal(y, twin.eval()(x))
 
 
 def test_activation_checkpoints_and_second_derivatives() -> None:
@@ -507,8 +514,10 @@ def test_changed_modules_run_as_they_are() -> None:
     model = Scaled().bfloat16()
     handle: Conversion = forced(model)
     model.scale = 2.0
+    checks.warn_once.cache_clear()
     with torch.no_grad():
-        assert torch.equal(model(rows()), raw()(rows()) * 2)
+        with pytest.warns(UserWarning, match="a Scaled was changed since its forward was traced"):
+            assert torch.equal(model(rows()), raw()(rows()) * 2)
         handle.refresh()
         assert not torch.equal(model(rows()), raw()(rows()) * 2)
 

@@ -120,7 +120,7 @@ def test_a_forward_that_was_set_since_stays() -> None:
 
 
 def test_a_product_that_is_gone_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, products = mixed()
+    model, _ = mixed()
     monkeypatch.setattr(Mixed, "forward", lambda self, x: self.a(x))
     del model._modules[CHILD]._modules["v/t"]  # a change of children, which is looked for
     with pytest.warns(UserWarning, match="Mixed has no product with w.t: its own forward runs"):
