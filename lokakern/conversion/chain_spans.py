@@ -237,7 +237,7 @@ def why_no_chains(
     if dispatcher.choices() is not None:
         return "choices are frozen, without those of chains"
     if not is_wanted:
-        return "chains=False, the default"
+        return "chains=False"
     if not is_between:
         return "between=False"
     if is_checked:

@@ -100,7 +100,7 @@ def convert(
     distribution: str | Sequence[str] | None = None,
     m_range: MRange | None = None,
     between: bool = True,
-    chains: bool = False,
+    chains: bool = True,
     weight_scales: Sequence[Granularity | str] | None = None,
     check: str | None = None,
     tuned: str | os.PathLike[str] | None = None,
@@ -164,8 +164,7 @@ def convert(
         chains: Whether, in inference, layers of an `nn.Sequential`, a `LinearNormAct`, and DCN's
             crosses ``x0 * layer(x) + x`` in forwards that torch.fx can trace may run as chains, in
             one op with FP8 between the layers, where that was measured to be faster and the error
-            of each layer is within the budget; see `Conversion.explain`. Off by default: its
-            kernels were tested on a GPU, chains in converted models only by emulation so far.
+            of each layer is within the budget; see `Conversion.explain`.
         weight_scales: Granularities of weights, of "tensor", "row" and "128x128"; None: all. With
             ["tensor"] FSDP2 can gather them as FP8, see `lokakern.distributed.fsdp2_gather`.
         check: ``"every:rows"``, such as "1000:64": in every 1000th call of each FP8 product,

@@ -134,9 +134,7 @@ def book(tmp_path: Path) -> Iterator[Book]:
     dispatcher.use_snapshot(None)
 
 
-convert = functools.partial(
-    lokakern.convert, device=H200, distribution="X1", inference=True, chains=True
-)  # fmt: skip
+convert = functools.partial(lokakern.convert, device=H200, distribution="X1", inference=True)
 
 
 def tower() -> nn.Sequential:
@@ -177,6 +175,15 @@ def test_without_a_limit_on_row_errors_there_are_no_chains(
     handle = convert(tower(), budget)
     assert not handle.spans
     assert handle.explain().endswith(f"no chains: {words}")
+
+
+def test_chains_are_on_unless_they_are_turned_off(book: Book) -> None:
+    on, off = (
+        lokakern.convert(tower(), 0.06, device=H200, distribution="X1", inference=True, **given)
+        for given in ({}, {"chains": False})
+    )
+    assert (chain_count(on), chain_count(off), on.why_no_chains) == (1, 0, "")
+    assert off.explain().endswith("no chains: chains=False")
 
 
 def test_forced_kernels_are_no_chains(book: Book) -> None:

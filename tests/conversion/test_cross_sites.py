@@ -37,9 +37,7 @@ FULL = Layer(N, N, "bias+cross")
 DOWN, UP = Layer(RANK, N, "none"), Layer(N, RANK, "bias+cross")
 M = (512, 2048)
 MOST_RATE = 4e6  # bytes per us of `fastest_mover`
-convert = functools.partial(
-    lokakern.convert, device=H200, distribution="X1", inference=True, chains=True
-)
+convert = functools.partial(lokakern.convert, device=H200, distribution="X1", inference=True)
 
 
 class FullCrosses(nn.Module):
