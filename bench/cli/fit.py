@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,6 +13,7 @@ import typer
 
 from lokakern.bench.cli import options
 from lokakern.bench.cli.options import OutputFormat, reading, say, says_errors, writing
+from lokakern.registry.snapshot.loading import load_snapshot
 from lokakern.registry.storage import paths
 from lokakern.selection import dispatcher
 from lokakern.selection.prediction.model_file import parse
@@ -39,13 +42,14 @@ def fit(
 
     Prints for each kernel how much predictions differ from times at sizes (n, k) that a fit did not
     see, and how good the choices by these predictions are. A model belongs to the rows that it was
-    fitted from: fit again after a sweep. Needs scikit-learn: pip install 'lokakern[fit]'.
+    fitted from: fit again after a sweep. With a shipped file as --db it is of that file alone.
+    Needs scikit-learn: pip install 'lokakern[fit]'.
     """
     from lokakern.render.terminal import print_rows
 
-    with reading(db):
+    database = paths.user_database() if db is None else options.file_of(db, "fit").resolve()
+    with _alone(database) if database in paths.shipped_databases() else reading(db):
         target = dispatcher.device_named(device)
-        database = paths.user_database() if db is None else options.file_of(db, "fit")
         place = out or model_path(database, target)
         content, quality = write_model(place, target, quiet=quiet)
     rows: list[dict[str, Any]] = [
@@ -60,6 +64,16 @@ def fit(
     print_rows(rows, how)
     if how is OutputFormat.TABLE:
         say(f"{place}: {len(content)} bytes. {quality}")
+
+
+@contextmanager
+def _alone(database: Path) -> Iterator[None]:
+    """Let dispatch read one shipped file while inside: its model holds beside any other file."""
+    dispatcher.use_snapshot(load_snapshot([database]))
+    try:
+        yield
+    finally:
+        dispatcher.use_snapshot(None)
 
 
 def write_model(place: Path, device: Device, *, quiet: bool) -> tuple[bytes, Quality]:

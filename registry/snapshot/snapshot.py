@@ -388,10 +388,6 @@ class Snapshot:
             ),
         )  # fmt: skip
 
-    def timing_count(self, device: Device) -> int:
-        """Number of timings on a device."""
-        return self._facts.count("timing", device=row_keys.key_of(device))
-
     def _trusted_timings(self, device: Device) -> int:
         on_it = {"device": row_keys.key_of(device)}
         quarantined = 0

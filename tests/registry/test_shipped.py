@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import sqlite3
 import zlib
@@ -9,9 +10,12 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
+from itertools import chain, combinations
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 import lokakern
 from lokakern.registry import digests, libraries, staleness
@@ -20,8 +24,10 @@ from lokakern.registry.register import KERNELS, load_kernels
 from lokakern.registry.schema.manifest import manifest_beside
 from lokakern.registry.schema.records import TestResultRecord
 from lokakern.registry.sharing.untrusted import open_guarded
+from lokakern.registry.snapshot.facts import common_keys, image_of
 from lokakern.registry.snapshot.loading import load_snapshot
 from lokakern.registry.snapshot.snapshot import Snapshot
+from lokakern.registry.sqlite_file import FACTS
 from lokakern.registry.staleness import is_current
 from lokakern.registry.storage.paths import shipped_databases
 from lokakern.registry.storage.reader import database_digest
@@ -37,6 +43,7 @@ from lokakern.selection.candidates import (
 )
 from lokakern.types import Device, Environment, ErrorBudget, Granularity
 from lokakern.workloads.suites import SUITES, Case
+from tests.support.shipped import H100_FILE, H200_FILE
 
 H200 = "NVIDIA H200"
 LARGEST_BYTES, LARGEST_IN_WHEEL = 20 * 2**20, 10 * 2**20
@@ -45,8 +52,7 @@ load_kernels()
 
 @pytest.fixture(scope="module")
 def path() -> Path:
-    (found,) = [p for p in shipped_databases() if p.name == "nvidia-h200.sqlite"]
-    return found
+    return H200_FILE
 
 
 @pytest.fixture(scope="module")
@@ -65,17 +71,32 @@ def gemms(device: Device) -> list[Case]:
     return [case for case in SUITES["anchors"].cases(device) if case.problem.op == "gemm"]
 
 
-def test_the_file_is_small_and_its_digest_is_of_its_rows(path: Path, facts: Snapshot) -> None:
-    assert path.stat().st_size <= LARGEST_BYTES
-    assert len(zlib.compress(path.read_bytes())) <= LARGEST_IN_WHEEL
-    assert database_digest(path) == facts.digest
+every_file = pytest.mark.parametrize("file", shipped_databases(), ids=lambda file: file.stem)
 
 
-def test_the_shipped_file_matches_its_manifest(path: Path) -> None:
+@every_file
+def test_a_file_is_small_of_one_device_and_its_digest_is_of_its_rows(file: Path) -> None:
+    found = load_snapshot([file])
+    assert file.stat().st_size <= LARGEST_BYTES
+    assert len(zlib.compress(file.read_bytes())) <= LARGEST_IN_WHEEL
+    assert database_digest(file) == found.digest
+    assert len(found.devices) == 1
+    assert all(is_current(kernel) for kernel in found.kernels)
+
+
+def test_shipped_files_share_no_row() -> None:
+    """Rows that two files have would be shipped, and merged, twice."""
+    images = [image_of(path) for path in shipped_databases()]
+    for one, other in combinations(images, 2):
+        assert not any(common_keys(one.keys(name), other.keys(name)) for name in FACTS)
+
+
+@every_file
+def test_a_shipped_file_matches_its_manifest(file: Path) -> None:
     """The file is checked as by `import`, which trusts no file."""
-    manifest = manifest_beside(path)
-    assert manifest is not None and manifest.file == path.name
-    with open_guarded(path) as opened:
+    manifest = manifest_beside(file)
+    assert manifest is not None and manifest.file == file.name
+    with open_guarded(file) as opened:
         manifest.check_file(opened)
 
 
@@ -356,3 +377,50 @@ def test_errors_hardly_depend_on_n_where_dispatch_says_so(path: Path) -> None:
             max(e[place] for e in errors) / min(e[place] for e in errors) for errors in several
         )
         assert 1.0 < apart <= ERRORS_OF_ANOTHER_N, limit
+
+
+# --- an H100, and what two files give together
+
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+def tower() -> torch.nn.Module:
+    """A tower of layer norms without data, whose routes and chains are chosen all the same."""
+    sizes = ((3200, 2048), (2048, 2048), (2048, 1024))
+    with torch.device("meta"):
+        layers = [(nn.Linear(k, n), nn.LayerNorm(n), nn.ReLU()) for k, n in sizes]
+        return nn.Sequential(*chain.from_iterable(layers)).to(torch.bfloat16).eval()
+
+
+@pytest.fixture
+def every_shipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LOKAKERN_DB", str(tmp_path / "none.sqlite"))
+    dispatcher.use_snapshot(None)
+
+
+def test_an_h100_has_times_of_its_own_and_the_errors_of_both_files(every_shipped: None) -> None:
+    for m, n, k in ((8192, 4096, 4096), (8192, 2048, 2048)):
+        found = {name: lokakern.dispatch("gemm", (m, n, k), 0.06, device=name)
+                 for name in (H100, H200)}  # fmt: skip
+        assert not any(choice.is_miss for choice in found.values())
+        assert found[H100].latency_us != found[H200].latency_us
+    dispatcher.use_snapshot(load_snapshot([H100_FILE]))
+    alone = lokakern.dispatch("gemm", (8192, 4096, 4096), 0.06, device=H100)
+    assert alone.kernel == "torch.bf16", "errors of products are in the file of the H200"
+    assert "error not measured" in alone.rejected["cuda.quantize_row+cuda.scaled_gemm_row"]
+
+
+@pytest.mark.rest
+def test_layers_with_norms_are_chains_by_errors_that_an_h100_measured(
+    every_shipped: None,
+) -> None:
+    """Errors belong to the architecture: those of the H100 admit chains of the H200's times."""
+    convert = functools.partial(
+        lokakern.convert, report_or_budget=0.06, inference=True, regime="compiled-graph"
+    )
+    for device in (H100, H200):
+        handle = convert(tower(), device=device)
+        assert any(span.plan.chains for span in handle.spans), device
+    dispatcher.use_snapshot(load_snapshot([H200_FILE]))
+    handle = convert(tower(), device=H200)
+    assert not any(span.plan.chains for span in handle.spans)

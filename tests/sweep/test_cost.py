@@ -11,12 +11,12 @@ import pytest
 from lokakern.registry.schema.row_keys import from_row
 from lokakern.registry.schema.tables import COLUMNS
 from lokakern.registry.snapshot.loading import load_snapshot
-from lokakern.registry.storage.paths import shipped_databases
 from lokakern.registry.storage.reader import read_rows
 from lokakern.sweep import cost
 from lokakern.sweep.engine import _duration
 from lokakern.types import Device, Problem
 from lokakern.workloads.suites import SUITES
+from tests.support.shipped import H200_FILE
 
 H200 = Device("nvidia", "NVIDIA H200", "sm_90", 132, 140)
 CPU = Device("cpu", "some CPU", "x86_64", 2, 16)
@@ -25,8 +25,7 @@ FEWEST = 500  # rows of a run that says something about time
 
 @pytest.fixture(scope="module")
 def shipped() -> Path:
-    (found,) = [path for path in shipped_databases() if path.name == "nvidia-h200.sqlite"]
-    return found
+    return H200_FILE
 
 
 def runs_of(path: Path, table: str) -> list[list[dict[str, Any]]]:

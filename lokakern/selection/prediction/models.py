@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from lokakern.types import Device
 
 logger = logging.getLogger("lokakern")
-FEWEST_TIMES = 200  # of a device, from which its own rows are to be fitted
 
 
 def is_on() -> bool:
@@ -39,34 +39,34 @@ def is_on() -> bool:
 
 def model_path(database: Path, device: Device) -> Path:
     """The place of the model that is fitted from a database."""
+    return model_folder(database) / _file_name(device)
+
+
+def _file_name(device: Device) -> str:
     name = re.sub(r"[^a-z0-9]+", "-", device.product.lower()).strip("-")
-    return model_folder(database) / f"{name}.json"
+    return f"{name}.json"
 
 
 def model_for(facts: Snapshot, device: Device) -> Model | None:
     """The model of a device, beside the last database of a snapshot that has one.
 
-    A user's database comes after the shipped ones. Without one, the model of another device of the
-    architecture is transferred, for a device with few times.
+    A user's database comes after the shipped ones, which share a folder of models. Without one, the
+    model of another device of the architecture is transferred.
     """
-    for source in reversed(facts.sources):
-        place = model_path(Path(source), device)
-        if not place.is_file():
-            continue
-        try:
-            model = load(place)
-        except DatabaseError as error:
-            logger.warning("no predictions from it: %s", error)
+    for folder, sources in _folders(facts).items():
+        place = folder / _file_name(device)
+        model = _read(place)
+        if model is None:
             continue
         if model.device != device:
             logger.warning(
                 "model %s is of %s, not of %s, and is not used: fit it again with "
                 "`python -m lokakern.bench fit`", place, model.device, device,
             )  # fmt: skip
-        elif not _is_of(model, facts, source):
+        elif not _is_of(model, facts, sources):
             logger.warning(
                 "model %s was fitted from other rows than those of %s, and is not used: fit it "
-                "again with `python -m lokakern.bench fit`", place, source,
+                "again with `python -m lokakern.bench fit`", place, " or ".join(sources),
             )  # fmt: skip
         else:
             return model
@@ -74,29 +74,41 @@ def model_for(facts: Snapshot, device: Device) -> Model | None:
 
 
 def _transferred(facts: Snapshot, device: Device) -> Model | None:
-    """The model of another device, for one with few measurements."""
-    if device.product not in PEAKS or facts.timing_count(device) >= FEWEST_TIMES:
+    """The model of another device, by the peaks of both."""
+    if device.product not in PEAKS:
         return None
-    for source in reversed(facts.sources):
-        for place in sorted(model_folder(Path(source)).glob("*.json")):
-            if not place.is_file():
-                continue
-            try:
-                model = load(place)
-            except DatabaseError as error:
-                logger.warning("no predictions from it: %s", error)
-                continue
-            found = transferred(model, device)
-            if found is not None and _is_of(model, facts, source):
+    for folder, sources in _folders(facts).items():
+        for place in sorted(folder.glob("*.json")):
+            model = _read(place)
+            found = transferred(model, device) if model else None
+            if model and found and _is_of(model, facts, sources):
                 return found
     return None
 
 
-def _is_of(model: Model, facts: Snapshot, source: str) -> bool:
+def _folders(facts: Snapshot) -> dict[Path, list[str]]:
+    """Folders of models, those of the last databases first, with the databases of each."""
+    found: dict[Path, list[str]] = {}
+    for source in reversed(facts.sources):
+        found.setdefault(model_folder(Path(source)), []).append(source)
+    return found
+
+
+def _read(place: Path) -> Model | None:
+    """The model in a file, if there is one that can be read."""
+    try:
+        return load(place) if place.is_file() else None
+    except DatabaseError as error:
+        logger.warning("no predictions from it: %s", error)
+        return None
+
+
+def _is_of(model: Model, facts: Snapshot, sources: Sequence[str]) -> bool:
     """Whether a model was fitted from all rows of a snapshot, or from those of one file of it."""
     from lokakern.registry.snapshot.loading import load_snapshot
 
     digest = model.content.rows_digest
     return facts.keys_digest == digest or (
-        len(facts.sources) > 1 and load_snapshot([source]).keys_digest == digest
+        len(facts.sources) > 1
+        and any(load_snapshot([source]).keys_digest == digest for source in sources)
     )

@@ -1,7 +1,7 @@
 """The time model of one GPU type, carried over to another one of its architecture by physics.
 
-Rates are multiplied by the ratios of nominal peaks; what trees correct stays. No measurement tells
-how wrong that is, so a transferred prediction is shown and never chosen.
+Rates are multiplied by the ratios of nominal peaks; what trees correct stays. Without measurements
+nothing tells how wrong that is, so a transferred prediction is shown and never chosen.
 """
 
 from __future__ import annotations

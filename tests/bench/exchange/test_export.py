@@ -18,13 +18,13 @@ from lokakern.registry.snapshot.loading import load_snapshot
 from lokakern.registry.sqlite_file import FACTS
 from lokakern.registry.staleness import is_current
 from lokakern.registry.storage.merge import merge
-from lokakern.registry.storage.paths import shipped_databases
 from lokakern.registry.storage.reader import Rows, read_rows
 from lokakern.registry.storage.run_files import RunFile
 from lokakern.selection import dispatcher
 from lokakern.types import Device, Environment, ErrorBudget
 from lokakern.workloads.suites import SUITES
 from tests.support.run_files import HOST_COST
+from tests.support.shipped import H200_FILE
 
 H200 = "NVIDIA H200"
 OK = TimingRecord(
@@ -36,8 +36,7 @@ OK = TimingRecord(
 
 @pytest.fixture(scope="module")
 def shipped() -> Path:
-    (found,) = [path for path in shipped_databases() if path.name == "nvidia-h200.sqlite"]
-    return found
+    return H200_FILE
 
 
 @pytest.fixture(scope="module")

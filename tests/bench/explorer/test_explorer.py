@@ -24,18 +24,17 @@ from lokakern.registry.register import KERNELS, load_kernels
 from lokakern.registry.schema.records import DistributionRow, TimingRecord
 from lokakern.registry.schema.tables import TABLES, tables_of
 from lokakern.registry.sqlite_file import check_header
-from lokakern.registry.storage.paths import shipped_databases
 from lokakern.registry.storage.run_files import RunFile
+from tests.support.shipped import H200_FILE
 
 pytest.importorskip("datasette")
-(SHIPPED,) = shipped_databases()
-NAME = SHIPPED.stem
+NAME = H200_FILE.stem
 Get = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
 def found() -> Any:
-    return server.explorer_of([SHIPPED])
+    return server.explorer_of([H200_FILE])
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +130,7 @@ def slower_since(path: Path, day: str) -> list[dict[str, Any]]:
     return rows
 
 
-@pytest.mark.parametrize("table", tables_of(check_header(SHIPPED, "shipped")))
+@pytest.mark.parametrize("table", tables_of(check_header(H200_FILE, "shipped")))
 def test_every_table_has_facets_and_column_descriptions(get: Get, table: str) -> None:
     answer = get(f"/{table}.json", _facet_size="3").json()
     facets = answer["facet_results"]
@@ -150,7 +149,7 @@ def test_facets_show_names_of_references(get: Get) -> None:
 
 
 def test_databases_are_read_only(found: Any, get: Get) -> None:
-    before = hashlib.sha256(SHIPPED.read_bytes()).hexdigest()
+    before = hashlib.sha256(H200_FILE.read_bytes()).hexdigest()
     refused = get(".json", sql="DELETE FROM timing")
     assert refused.status_code == 400
     assert "SELECT" in refused.json()["error"]
@@ -158,7 +157,7 @@ def test_databases_are_read_only(found: Any, get: Get) -> None:
     assert not database.is_mutable
     with pytest.raises(sqlite3.OperationalError, match="readonly"):
         asyncio.run(database.execute_fn(lambda c: c.execute("DELETE FROM timing")))
-    assert hashlib.sha256(SHIPPED.read_bytes()).hexdigest() == before
+    assert hashlib.sha256(H200_FILE.read_bytes()).hexdigest() == before
 
 
 def test_files_with_equal_names_are_numbered(tmp_path: Path) -> None:
@@ -185,7 +184,7 @@ def test_paths_with_uri_characters_are_rejected(tmp_path: Path, name: str) -> No
 def test_missing_datasette_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasette.app", None)
     with pytest.raises(UnsupportedError, match=r"pip install 'lokakern\[explore\]'"):
-        server.explorer_of([SHIPPED])
+        server.explorer_of([H200_FILE])
 
 
 def test_the_server_listens_on_loopback_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,6 @@ from lokakern.problems import make_problem
 from lokakern.progress import Progress
 from lokakern.registry.snapshot.facts import Facts, image_of
 from lokakern.registry.snapshot.snapshot import Snapshot
-from lokakern.registry.storage.paths import shipped_databases
 from lokakern.selection import dispatcher
 from lokakern.selection.padded_rows import bytes_copied
 from lokakern.selection.prediction.features import FEATURES, described
@@ -20,15 +19,16 @@ from lokakern.selection.prediction.model_file import (
     KINDS,
     Forest,
     file_of,
+    load,
     parse,
 )
 from lokakern.types import Granularity
+from tests.support.shipped import H200_FILE
 
 
 @pytest.fixture(scope="module")
 def shipped():
-    (path,) = shipped_databases()
-    return Snapshot(Facts([image_of(path)]), [path.name])
+    return Snapshot(Facts([image_of(H200_FILE)]), [H200_FILE.name])
 
 
 @pytest.fixture(scope="module")
@@ -212,6 +212,19 @@ def test_the_command_writes_a_model_that_dispatch_reads(few_trees, tmp_path, mon
     model = dispatcher.model_of(dispatcher.snapshot().find_device("NVIDIA H200"))
     assert model is not None and "registry/models" in model.path
     dispatcher.use_snapshot(None)
+
+
+def test_the_model_of_a_shipped_file_is_of_that_file_alone(
+    few_trees, shipped, tmp_path, monkeypatch
+):
+    """Else it would hold only while all shipped files, and no others, are read."""
+    pytest.importorskip("sklearn")
+    monkeypatch.setenv("LOKAKERN_DB", str(tmp_path / "none.sqlite"))
+    place = tmp_path / "model.json"
+    words = ["fit", "--device", "NVIDIA H200", "--quiet", "--out", str(place)]
+    app([*words, "--db", str(H200_FILE)], standalone_mode=False)
+    assert load(place).content.rows_digest == shipped.keys_digest
+    assert dispatcher.snapshot().keys_digest != shipped.keys_digest, "of both files"
 
 
 def test_a_sweep_fits_into_a_file_and_after_measuring_only(capsys):

@@ -31,6 +31,7 @@ from tests.support.html_page import HOSTILE
 from tests.support.html_page import Page as Closed
 from tests.support.measurements import BF16, H200, ROW, TENSOR, Book, accuracy, gemm, time
 from tests.support.sharing import made_once, shared_folder
+from tests.support.shipped import H200_FILE
 
 needs_chromium = pytest.mark.skipif(browser.chromium() is None, reason="needs Chromium")
 SHIPPED_OPS = 8  # of the file of an H200; more when it has more
@@ -308,8 +309,7 @@ def test_the_page_of_the_shipped_file_is_complete(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.stderr
     size = out.stat().st_size
     assert 100_000 < size < 4_500_000
-    (shipped,) = dispatcher.snapshot().sources
-    with sqlite3.connect(f"file:{shipped}?mode=ro&immutable=1", uri=True) as database:
+    with sqlite3.connect(f"file:{H200_FILE}?mode=ro&immutable=1", uri=True) as database:
         ops = {op for (op,) in database.execute(
             "select distinct problem.op from timing join problem on problem.id = timing.problem"
         )}  # fmt: skip

@@ -29,21 +29,20 @@ from lokakern.registry.snapshot.facts import Facts, Image, image_of, image_of_ro
 from lokakern.registry.snapshot.loading import load_snapshot
 from lokakern.registry.snapshot.snapshot import Snapshot
 from lokakern.registry.storage.merge import merge, own_part, write_union
-from lokakern.registry.storage.paths import shipped_databases
 from lokakern.registry.storage.reader import Rows, database_digest, read_rows
 from lokakern.registry.storage.writer import write_file
 from lokakern.selection import dispatcher
 from lokakern.types import REGIMES
 from tests.benchmarks.many_rows import write_many
 from tests.support.run_files import FIXTURES
+from tests.support.shipped import H200_FILE
 
-(SHIPPED,) = shipped_databases()
 PROBLEM = ("gemm", (32768, 2048, 2048), 0.06)
 
 
 @pytest.fixture(scope="module")
 def given() -> Rows:
-    return read_rows(SHIPPED)
+    return read_rows(H200_FILE)
 
 
 def same(a: Any, b: Any) -> bool:
@@ -61,7 +60,7 @@ def test_constants_for_reading_agree_with_the_models() -> None:
             for statement in tables.sqlite_statements(version):
                 connection.execute(statement)
             assert sqlite_file.schema_digest(connection) == digest
-    stored = image_of(SHIPPED)
+    stored = image_of(H200_FILE)
     assert isinstance(stored, Image) and stored.columns == tables.COLUMNS
 
 
@@ -81,7 +80,7 @@ def test_dispatch_imports_no_sqlalchemy(tmp_path: Path) -> None:
 
 
 def test_the_shipped_file_answers_like_its_rows(given: Rows) -> None:
-    stored, rows = load_snapshot([SHIPPED]), Snapshot(given)
+    stored, rows = load_snapshot([H200_FILE]), Snapshot(given)
     assert stored.devices == rows.devices and stored.kernels == rows.kernels
     assert stored.distributions == rows.distributions
     assert same(stored.test_results, rows.test_results)
@@ -115,7 +114,7 @@ def test_the_shipped_file_answers_like_its_rows(given: Rows) -> None:
             where = (architecture, distribution.name)
             assert stored.parameters_of(*where) == rows.parameters_of(*where)
     assert stored.digest == rows.digest
-    assert repr(stored) == repr(Snapshot(given, [str(SHIPPED)]))
+    assert repr(stored) == repr(Snapshot(given, [str(H200_FILE)]))
 
 
 def split(rows: Rows, seed: int) -> tuple[Rows, Rows]:
@@ -350,7 +349,7 @@ def test_forks_give_the_same_choices(small: Path) -> None:
 
 
 def test_threads_give_the_same_choices(given: Rows) -> None:
-    snapshot, rows = load_snapshot([SHIPPED]), Snapshot(given)
+    snapshot, rows = load_snapshot([H200_FILE]), Snapshot(given)
     (device,) = rows.devices
     families = sorted({cell.problem for cell in rows.timings_on(device, "graph-cold")}, key=str)
     asked = [row_keys.family_key(problem) for problem in families[::100]]
@@ -396,7 +395,7 @@ def test_snapshots_from_rows_and_from_a_file_choose_equally(
     import lokakern
 
     explained = []
-    for snapshot in (load_snapshot([SHIPPED]), Snapshot(given)):
+    for snapshot in (load_snapshot([H200_FILE]), Snapshot(given)):
         dispatcher.use_snapshot(snapshot)
         explained.append(lokakern.dispatch(*PROBLEM, device="NVIDIA H200").explain())
     dispatcher.use_snapshot(None)
@@ -405,7 +404,7 @@ def test_snapshots_from_rows_and_from_a_file_choose_equally(
 
 def test_memory_is_given_back() -> None:
     """Memory is freed at once, without the garbage collector, because it may be large."""
-    snapshot = load_snapshot([SHIPPED])
+    snapshot = load_snapshot([H200_FILE])
     cells_at_first(snapshot)
     (image,) = snapshot._facts.images
     connection = image._connection
