@@ -33,7 +33,7 @@ from lokakern.registry.snapshot.cells import (
     TestResultCell,
     TimingCell,
 )
-from lokakern.registry.snapshot.facts import Facts, Row, image_of_rows
+from lokakern.registry.snapshot.facts import Facts, Image, Row, image_of_rows
 from lokakern.registry.sqlite_file import FACTS, STATUSES
 from lokakern.registry.staleness import is_current
 from lokakern.types import Device, Environment, Problem
@@ -63,6 +63,14 @@ UPPERS = (
 T = TypeVar("T", bound=row_keys.Entity)
 Cell = TypeVar("Cell", TimingCell, AccuracyCell, TestResultCell)
 Read = TypeVar("Read", bound=Callable[..., Any])
+
+
+def _digest_of_keys(rows: Facts | Image, more: str = "") -> str:
+    digest = hashlib.sha256()
+    for name in FACTS:
+        digest.update(name.encode() + rows.keys(name))
+    digest.update(more.encode())
+    return digest.hexdigest()
 
 
 def _kept(read: Read) -> Read:
@@ -248,12 +256,14 @@ class Snapshot:
 
         Equal measurements have equal keys in all databases: a key contains the run.
         """
-        digest = hashlib.sha256()
-        for name in FACTS:
-            digest.update(name.encode() + self._facts.keys(name))
-        if self._quarantined is not None:
-            digest.update(self._quarantined.digest.encode())
-        return digest.hexdigest()
+        return _digest_of_keys(self._facts, self._quarantined.digest if self._quarantined else "")
+
+    def has_part(self, digest: str) -> bool:
+        """Whether rows that were read from one file have this `keys_digest`.
+
+        A file that shares rows with another one may be missed.
+        """
+        return any(_digest_of_keys(image) == digest for image in self._facts.images)
 
     def unknown(self, name: str, rows: Sequence[Row]) -> list[Row]:
         """Those of a table of facts that are not here, whose first value is their key."""

@@ -108,7 +108,11 @@ def _is_of(model: Model, facts: Snapshot, sources: Sequence[str]) -> bool:
     from lokakern.registry.snapshot.loading import load_snapshot
 
     digest = model.content.rows_digest
-    return facts.keys_digest == digest or (
-        len(facts.sources) > 1
-        and any(load_snapshot([source]).keys_digest == digest for source in sources)
+    return (
+        digest == facts.keys_digest
+        or facts.has_part(digest)
+        or (
+            len(facts.sources) > 1
+            and any(load_snapshot([source]).keys_digest == digest for source in sources)
+        )
     )

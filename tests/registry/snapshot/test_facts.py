@@ -35,7 +35,7 @@ from lokakern.selection import dispatcher
 from lokakern.types import REGIMES
 from tests.benchmarks.many_rows import write_many
 from tests.support.run_files import FIXTURES
-from tests.support.shipped import H200_FILE
+from tests.support.shipped import H100_FILE, H200_FILE
 
 PROBLEM = ("gemm", (32768, 2048, 2048), 0.06)
 
@@ -427,3 +427,12 @@ def test_a_file_of_version_3_is_copied_with_an_empty_table() -> None:
     both = load_snapshot([FIXTURES[3], FIXTURES[4]])
     assert both.digest == database_digest(FIXTURES[4])
     assert [cell.call for cell in both.host_costs] == ["bf16"]
+
+
+def test_a_snapshot_knows_the_digests_of_its_files() -> None:
+    both = load_snapshot([H100_FILE, H200_FILE])
+    for path in (H100_FILE, H200_FILE):
+        alone = load_snapshot([path])
+        assert both.has_part(alone.keys_digest) and alone.has_part(alone.keys_digest)
+        assert not alone.has_part(both.keys_digest)
+    assert not both.has_part(both.keys_digest)
