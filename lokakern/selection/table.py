@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
@@ -117,8 +119,9 @@ class Table:
         """Find where the winner changes: at measured m and where interpolated times cross."""
         starts = [0]
         measured = self.measured_m
+        pick = functools.cache(self.pick)  # asked for twice at most m: at the ends of two intervals
         for low, high in itertools.pairwise(measured):
-            starts += self._changes(low, high)
+            starts += _changes(low, high, pick)
         if measured:
             starts += [measured[0], measured[-1], measured[-1] + 1]
         if self.forecast is not None and self.budget is not None:
@@ -128,30 +131,14 @@ class Table:
             ]  # fmt: skip
         previous: tuple[str, bool] | None = None
         for start in sorted(set(starts)):
-            pick = self.pick(start)
-            state = (pick.name, bool(pick.note))
+            found = pick(start)
+            state = (found.name, bool(found.note))
             if state != previous:
                 self.breakpoints.append(start)
-                self.winners.append(pick.name)
-                self.kernels.append(pick.candidate.kernel if pick.candidate else None)
-                self.misses.append(bool(pick.note))
+                self.winners.append(found.name)
+                self.kernels.append(found.candidate.kernel if found.candidate else None)
+                self.misses.append(bool(found.note))
                 previous = state
-
-    def _changes(self, low: int, high: int) -> list[int]:
-        """The m between two measured m at which the winner changes, by sampling and bisection."""
-        samples = sorted({low + (high - low) * i // 16 for i in range(17)})
-        changes = [low, *([low + 1] if low + 1 < high else [])]
-        for left, right in itertools.pairwise(samples):
-            first, last = self.pick(left).name, self.pick(right).name
-            while first != last and right - left > 1:
-                middle = (left + right) // 2
-                if self.pick(middle).name == first:
-                    left = middle
-                else:
-                    right = middle
-            if first != last:
-                changes.append(right)
-        return changes
 
     def pick(self, m: int) -> Pick:
         """The choice at m with reasons, by the rules of `dispatch`."""
@@ -385,6 +372,23 @@ class LooseTable(Table):
         if key not in self._refusals:
             self._refusals[key] = super()._refusal(candidate, problem)
         return self._refusals[key]
+
+
+def _changes(low: int, high: int, pick: Callable[[int], Pick]) -> list[int]:
+    """The m between two measured m at which the winner changes, by sampling and bisection."""
+    samples = sorted({low + (high - low) * i // 16 for i in range(17)})
+    changes = [low, *([low + 1] if low + 1 < high else [])]
+    for left, right in itertools.pairwise(samples):
+        first, last = pick(left).name, pick(right).name
+        while first != last and right - left > 1:
+            middle = (left + right) // 2
+            if pick(middle).name == first:
+                left = middle
+            else:
+                right = middle
+        if first != last:
+            changes.append(right)
+    return changes
 
 
 def _unmeasured(name: str, kernel: Kernel | None) -> Candidate:
