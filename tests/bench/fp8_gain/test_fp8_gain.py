@@ -332,7 +332,7 @@ def test_a_device_without_measurements_lists_others(run: Run, tmp_path: Path) ->
     _, out, err = run("--shapes", shapes_file(tmp_path, "8,8,8,,a"))
     if not torch.cuda.is_available():
         assert "None of 1 products was ever measured on" in out
-        assert "choose --device from 'NVIDIA H200'" in err
+        assert "choose --device from 'NVIDIA H100 80GB HBM3', 'NVIDIA H200'" in err
 
 
 @pytest.fixture
