@@ -99,6 +99,8 @@ def _products(
     gm: fx.GraphModule, given: Sequence[str | None] | None, why_not: str
 ) -> Iterator[Product]:
     """Products of a graph whose inputs are made as given, see `_made_of`."""
+    if any(_is_differentiated_twice(node) for node in gm.graph.nodes):
+        why_not = why_not or "the graph computes second derivatives, which kernels lack"
     made_of: dict[fx.Node, str | None] = {}
     inputs = iter(given or ())
     transforms = 0
@@ -123,6 +125,13 @@ def _products(
         product = _product(node, made_of, why)
         if product is not None:
             yield product
+
+
+def _is_differentiated_twice(node: fx.Node) -> bool:
+    """Whether it is ``torch.autograd.grad(..., create_graph=True)``."""
+    if node.target is not torch.autograd.grad:
+        return False
+    return True in (*node.args[4:5], node.kwargs.get("create_graph"))
 
 
 def _is_attribute(x: Any) -> bool:

@@ -333,6 +333,30 @@ def test_transforms_are_left_alone() -> None:
     assert torch.equal(around(torch.compile(layer, backend=traced, options=OPTIONS)), around(layer))
 
 
+@pytest.mark.skipif(
+    not hasattr(torch._dynamo.config, "trace_autograd_ops"), reason="this torch breaks the graph"
+)
+@pytest.mark.parametrize("create_graph", [True, False])
+def test_products_that_a_graph_differentiates_twice_are_left_alone(create_graph: bool) -> None:
+    model = Matrix()
+
+    def gradient(x: Tensor) -> Tensor:
+        y = (x @ model.w).float().square().sum()
+        return torch.autograd.grad(y, x, create_graph=create_graph)[0]
+
+    x = rows(M, K).requires_grad_()
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        call = compiled(gradient)
+        assert torch.equal(call(x), gradient(x)) == create_graph
+        if create_graph:
+            found, expected = (
+                torch.autograd.grad(f(x).float().square().sum(), model.w)[0]
+                for f in (call, gradient)
+            )
+            assert expected.any()
+            assert torch.equal(found, expected)
+
+
 def test_without_gradients_only_the_output_has_a_route() -> None:
     layer = layer_of()
 
