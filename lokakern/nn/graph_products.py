@@ -220,6 +220,8 @@ def _why_not(node: fx.Node, values: Sequence[Tensor]) -> str:
     sizes = [*values[1].shape]
     if not all(isinstance(size, int) and size for size in sizes):
         return f"its weight is {sizes}; expected known sizes"
+    if not (values[1].is_contiguous() or values[1].t().is_contiguous()):
+        return "its weight has gaps: kernels would copy it first, and times are without that"
     a, b, y, *_ = (x.dtype for x in values)
     if y is not torch.bfloat16 or not {x.dtype for x in values} <= CAST:
         return f"it multiplies {a} by {b}; kernels need bfloat16, or autocast to it"

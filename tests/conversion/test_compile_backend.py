@@ -357,6 +357,22 @@ def test_products_that_a_graph_differentiates_twice_are_left_alone(create_graph:
             assert torch.equal(found, expected)
 
 
+def test_weights_that_kernels_would_copy_are_left_alone() -> None:
+    w = nn.Parameter(torch.randn(2 * N, 2 * N).bfloat16())
+
+    def slices(x: Tensor) -> Tensor:
+        x = x @ w[:N].t()
+        x = x @ w[N:]
+        x = x @ w[:, N:]
+        x = nn.functional.linear(x, w[:, ::2])
+        x = nn.functional.linear(x, w[::2])
+        return x @ w[0].expand(N, 2 * N)
+
+    why = "its weight has gaps: kernels would copy it first, and times are without that"
+    expected = ["", "", why, why, why, why]
+    assert [x.why_not for x in products_of(slices, rows(M, 2 * N))] == expected
+
+
 def test_without_gradients_only_the_output_has_a_route() -> None:
     layer = layer_of()
 
