@@ -249,7 +249,10 @@ def _routed_linear(
     if torch.is_grad_enabled() and any(operand.requires_grad for operand in operands):
         way = "turned" if is_turned else "training"
     parts = (None, None, None, None)
-    return multiply_rows(x, weight, bias, parts, (to_output, to_input, to_weight), "", way)
+    # Of rows nobody asks whether they are contiguous, which may be unknown where x has more dims.
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    y = multiply_rows(rows, weight, bias, parts, (to_output, to_input, to_weight), "", way)
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
 
 _LIBRARY.define(

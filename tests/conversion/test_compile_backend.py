@@ -208,6 +208,20 @@ def test_one_graph_serves_every_m() -> None:
     assert "(any m, n=64, k=48)" in explain()
 
 
+def test_the_number_of_samples_may_depend_on_data() -> None:
+    layer = layer_of()
+
+    def selected(x: Tensor, mask: Tensor) -> Tensor:
+        return layer(x[mask].transpose(0, 1))  # type: ignore[no-any-return]
+
+    x, mask = rows(64 * 8, K).view(64, 8, K), torch.arange(64) % 2 == 0
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        found = compiled(selected)(x, mask)
+    assert found.shape == (8, 32, N)
+    lokakern.convert(layer, 0.06, device=H200, distribution="X1")
+    assert torch.equal(found, selected(x, mask))
+
+
 @pytest.mark.parametrize("inside", [False, True])
 def test_autocast_quantizes_float32_weights(inside: bool) -> None:
     layer = layer_of(torch.float32)
