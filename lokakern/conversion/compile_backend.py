@@ -102,7 +102,7 @@ class Options:
             how = f'; with the mode: options={{"budget": 0.06, "mode": {mode!r}}}' if mode else ""
             raise FormatError(f"backend lokakern: {found}, without a budget; {_EXPECTED}{how}")
         own = {name: given.pop(name) for name in cls.__dataclass_fields__ if name in given}
-        inductor = {name.replace("-", "_"): value for name, value in given.items()}
+        inductor = {str(name).replace("-", "_"): value for name, value in given.items()}
         unknown = sorted(inductor.keys() - set(torch._inductor.list_options()))
         if unknown:
             raise UnknownNameError(
@@ -129,7 +129,7 @@ def _checked(own: dict[str, Any]) -> dict[str, Any]:
 def _of_mode(mode: object) -> dict[str, Any]:
     """Inductor's options of a mode of torch.compile."""
     modes = torch._inductor.list_mode_options()
-    if mode is not None and mode not in modes:
+    if mode is not None and mode not in list(modes):
         raise UnknownNameError(
             f"backend lokakern: mode {mode!r} is unknown; expected one of {', '.join(modes)}"
         )

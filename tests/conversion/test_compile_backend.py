@@ -427,6 +427,8 @@ def test_skipped_and_unmeasured_products_say_why() -> None:
         ({"budget": True}, None, "budget"),
         ({"budget": -1}, None, "budget"),
         ({"budget": 0.06, "buget": 1}, None, "unknown option buget; expected one of budget"),
+        ({"budget": 0.06, 3: 1}, None, "unknown option 3; expected one of budget"),
+        ({"budget": 0.06, "mode": []}, None, "mode [] is unknown; expected one of default"),
         ({"budget": 0.06, "mode": "fast"}, None, "mode 'fast' is unknown; expected one of default"),
         ({"budget": 0.06, "regime": "fast"}, None, "regime 'fast' is unknown"),
         ({"budget": 0.06, "device": "H2000"}, None, "H2000"),
@@ -436,7 +438,7 @@ def test_skipped_and_unmeasured_products_say_why() -> None:
     ],
 )  # fmt: skip
 def test_wrong_options_raise_with_what_is_expected(
-    options: dict[str, Any] | None, mode: str | None, message: str
+    options: dict[Any, Any] | None, mode: str | None, message: str
 ) -> None:
     call = torch.compile(layer_of(), backend=compile_graph, options=options, mode=mode)
     with pytest.raises(BackendCompilerFailed) as raised:
