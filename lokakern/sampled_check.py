@@ -161,7 +161,7 @@ class Watch:
     def _remedy(self) -> str:
         if self.owner == _OF_GEMM:
             return "pass budget=None, or let lokakern.Probe judge the layer on its own inputs"
-        return "leave the layer out (filter=), or convert by a report of lokakern.Probe"
+        return "leave the layer out (skip=), or convert by a report of lokakern.Probe"
 
     def _warn_unchecked(self, what: str) -> None:
         if what not in self._reasons:

@@ -458,7 +458,7 @@ def test_a_converted_layer_warns_and_names_its_site(book: Book, compiled: bool) 
     call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
     (message,) = alarms(lambda: call(inputs(5.0)))
     assert message.startswith("0/output: row error 0.19") and "budget 0.06" in message
-    assert FP8_ROW in message and "leave the layer out (filter=)" in message
+    assert FP8_ROW in message and "leave the layer out (skip=)" in message
     assert not alarms(lambda: call(inputs(5.0))), "once a site"
     (first, *_) = handle.checks
     assert first["site"] == "0/output" and first["checks"] == 2 and 0.18 < first["row_err"] < 0.21
