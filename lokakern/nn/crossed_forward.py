@@ -18,7 +18,7 @@ import importlib
 import inspect
 import operator
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -179,7 +179,7 @@ class CrossedForward:
     def _given(
         self, args: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[list[Any], dict[str, Any]] | None:
-        """Arguments without defaults; None if an argument is None, or an optional one is given."""
+        """Arguments without defaults; None if one is or holds None, or an optional one is given."""
         kept, named = list(args), options
         if self._defaults:
             pairs = [*zip(self._arguments, args, strict=False), *options.items()]
@@ -190,9 +190,8 @@ class CrossedForward:
                 return None
             kept = [x for name, x in pairs[: len(args)] if name not in self._defaults]
             named = {name: x for name, x in options.items() if name not in self._defaults}
-        for x in (*kept, *named.values()):
-            if x is None:
-                return None
+        if _has_none((*kept, *named.values())):
+            return None
         return kept, named
 
     def has_crosses(self, setting: Crosses) -> bool:
@@ -309,6 +308,18 @@ def _a_product(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         del module._modules[CHILD]
+
+
+def _has_none(values: Iterable[Any]) -> bool:
+    """Whether one of the values is None, or a list, tuple or dict with None in it."""
+    for x in values:
+        if x is None:
+            return True
+        if isinstance(x, list | tuple) and _has_none(x):
+            return True
+        if isinstance(x, dict) and _has_none(x.values()):
+            return True
+    return False
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -99,7 +99,7 @@ class RawProduct(Routed):
         if weight.dim() != 2 or x.dim() < 1 or (form in (MM, ADDMM) and x.dim() != 2):
             return None
         given = weight.t() if form in TURNED else weight
-        if x.shape[-1] != given.shape[1] or (bias is not None and bias.dim() != 1):
+        if x.shape[-1] != given.shape[1] or (bias is not None and bias.shape != given.shape[:1]):
             return None
         if not _fits(x.dtype, given.dtype, x.device.type):
             if not is_compiling():

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import collections
 import copy
+import dis
+import heapq
+import operator
 import os
 import random
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx, nn
-from torch.fx.passes.tools_common import legalize_graph
+from torch.fx.proxy import Attribute
 
 from lokakern.errors import UnsupportedError
 
@@ -20,11 +25,40 @@ _GRAPHS: WeakKeyDictionary[Any, fx.Graph] = WeakKeyDictionary()  # of rewritten 
 
 
 _CONSTANT = "_tensor_constant"  # attributes that fx makes of tensors in a forward
+_SDP = ("flash", "mem_efficient", "math", "cudnn")
 _OF_TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
+_MAY_BE_MISSING = ("get", "pop", "setdefault")
+_CONTAINERS = (list, dict, set, collections.OrderedDict, collections.defaultdict, collections.deque)
+
+
+def in_place_add(x: Any, y: Any) -> Any:
+    """``x += y`` in a graph; fx makes a sum of it, which leaves other names of x as they were."""
+    x += y
+    return x
+
+
+def in_place_subtract(x: Any, y: Any) -> Any:
+    """``x -= y``."""
+    x -= y
+    return x
+
+
+def in_place_multiply(x: Any, y: Any) -> Any:
+    """``x *= y``."""
+    x *= y
+    return x
+
+
+def in_place_divide(x: Any, y: Any) -> Any:
+    """``x /= y``."""
+    x /= y
+    return x
+
+
 class _Proxy(fx.Proxy):
-    """A proxy that forwards cannot ask for its type, because it is not that of a tensor."""
+    """A proxy that forwards cannot ask for what it does not know: its type and attributes."""
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -33,6 +67,45 @@ class _Proxy(fx.Proxy):
         if not is_of_torch and code.co_filename != __file__:
             raise UnsupportedError("its forward depends on the type of a tensor")
         return _Proxy
+
+    def __getattr__(self, name: str) -> Any:
+        frame = sys._getframe(1)
+        code = frame.f_code
+        # hasattr(x, ...) and getattr(x, ..., default) are calls; x.name is none.
+        is_call = dis.opname[code.co_code[frame.f_lasti]].startswith("CALL")
+        if is_call and not code.co_filename.startswith(_OF_TORCH):
+            raise UnsupportedError(f"its forward asks whether a tensor has an attribute {name}")
+        return _Attribute(self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not sys._getframe(1).f_code.co_filename.startswith(_OF_TORCH):
+            raise UnsupportedError(f"its forward sets the attribute {name} of a tensor")
+        super().__setattr__(name, value)
+
+    def _in_place(self, function: Callable[..., Any], other: Any) -> Any:
+        return self.tracer.create_proxy("call_function", function, (self, other), {})
+
+    def __iadd__(self, other: Any) -> Any:
+        return self._in_place(in_place_add, other)
+
+    def __isub__(self, other: Any) -> Any:
+        return self._in_place(in_place_subtract, other)
+
+    def __imul__(self, other: Any) -> Any:
+        return self._in_place(in_place_multiply, other)
+
+    def __itruediv__(self, other: Any) -> Any:
+        return self._in_place(in_place_divide, other)
+
+    def _refused(self, _: Any) -> Any:
+        raise UnsupportedError("its forward changes a tensor in place by an operator such as **=")
+
+    __ifloordiv__ = __imod__ = __ipow__ = __iand__ = __ior__ = __ixor__ = _refused
+    __ilshift__ = __irshift__ = __imatmul__ = _refused
+
+
+class _Attribute(Attribute, _Proxy):
+    """An attribute of a proxy, or a method that is called next."""
 
 
 class _Tracer(fx.Tracer):
@@ -58,17 +131,44 @@ class _Tracer(fx.Tracer):
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
 
-    def create_proxy(self, *arguments: Any, **options: Any) -> fx.Proxy:
+    def create_proxy(self, kind: str, target: Any, *arguments: Any, **options: Any) -> fx.Proxy:
         if _modes() != self._modes:
-            raise UnsupportedError("its forward changes the mode of gradients or autocast")
-        return super().create_proxy(*arguments, **options)
+            raise UnsupportedError(
+                "its forward changes the mode of gradients or autocast, or another one"
+            )
+        if kind == "call_method" and target in _MAY_BE_MISSING:
+            raise UnsupportedError(f"its forward calls {target}(), which may return nothing")
+        return super().create_proxy(kind, target, *arguments, **options)
 
 
 def _modes() -> tuple[object, ...]:
     """What blocks such as ``torch.no_grad()`` change, which a graph does not show."""
     devices = ("cpu", "cuda")
     is_cast = [(torch.is_autocast_enabled(x), torch.get_autocast_dtype(x)) for x in devices]
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *is_cast
+    of_attention = [getattr(torch.backends.cuda, f"{x}_sdp_enabled")() for x in _SDP]
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        *is_cast,
+        *of_attention,
+        torch.get_float32_matmul_precision(),
+        torch.initial_seed(),
+        torch._C._autograd._top_saved_tensors_default_hooks(False),  # as of checkpoint
+    )
+
+
+@contextmanager
+def _modes_set(*, are_on: bool) -> Iterator[None]:
+    """A block with gradients and autocast, or without."""
+    were = [torch.is_autocast_enabled(x) for x in ("cpu", "cuda")]
+    try:
+        for device in ("cpu", "cuda"):
+            torch.set_autocast_enabled(device, are_on)
+        with torch.set_grad_enabled(are_on):
+            yield
+    finally:
+        for device, was in zip(("cpu", "cuda"), were, strict=True):
+            torch.set_autocast_enabled(device, was)
 
 
 def traced(parent: nn.Module) -> fx.Graph:
@@ -95,8 +195,9 @@ def traced_modes(
 
     Raises:
         UnsupportedError: The forward cannot be traced, is not that of the class, or does what a
-            graph does not show: it sets attributes of the module, asks for the type of a tensor,
-            changes the mode of gradients or autocast, draws random numbers, or makes tensors.
+            graph does not show: it sets attributes of the module, asks for the type or attributes
+            of a tensor, reads or changes the mode of gradients or autocast, draws random numbers,
+            or makes tensors.
     """
     own = vars(parent).get("forward")
     if own is not None:
@@ -107,16 +208,22 @@ def traced_modes(
                 "torch.fx cannot trace it: it has a forward of its own, beside that of its class"
             )
         return copy.deepcopy(known), copy.deepcopy(known)
-    attributes = dict(vars(parent))
+    kept = _Kept(parent)
     # A forward may ask its children, too.
     were_training = {m: m.training for m in parent.modules() if "training" in vars(m)}
     state, draws = random.getstate(), torch.get_rng_state()
-    graphs = []
+    graphs: list[fx.Graph] = []
+    sources: list[str] = []
     try:
-        for mode in (True, False):
+        # The modes that a graph does not show are others in the second one.
+        for mode, are_on in ((True, True), (False, False), (True, False), (False, True)):
             for module in were_training:
                 module.training = mode
-            graphs.append(_Tracer(defaults or {}).trace(parent))
+            with _modes_set(are_on=are_on):
+                graphs.append(_Tracer(defaults or {}).trace(parent))
+            sources.append(graphs[-1].python_code("self").src)
+            if sources[1:] == sources[:1]:
+                break
     except UnsupportedError:
         raise
     except Exception as error:  # fx raises whatever a forward does with a proxy
@@ -124,7 +231,7 @@ def traced_modes(
     finally:
         for module, was_training in were_training.items():
             module.training = was_training
-        written = _restore(parent, attributes)
+        written = kept.restore()
     if written:
         raise UnsupportedError(f"its forward sets the attribute {min(written)}")
     if random.getstate() != state or not torch.equal(torch.get_rng_state(), draws):
@@ -133,6 +240,10 @@ def traced_modes(
         raise UnsupportedError("its forward draws random numbers, which a graph would keep")
     if any(str(node.target).startswith(_CONSTANT) for graph in graphs for node in graph.nodes):
         raise UnsupportedError("its forward makes a tensor of no input, which a graph would keep")
+    if sources[2:] not in ([], sources[:2]):
+        raise UnsupportedError(
+            "its forward depends on the mode of gradients or autocast, or differs in each call"
+        )
     return graphs[0], graphs[1]
 
 
@@ -142,22 +253,76 @@ def is_traceable(parent: nn.Module) -> bool:
     return own is None or getattr(own, "__func__", None) in _GRAPHS
 
 
-def _restore(parent: nn.Module, attributes: dict[str, Any]) -> list[str]:
-    """Undo what tracing set in a module; the names of what its forward set."""
-    own = vars(parent)
-    changed = [name for name, x in attributes.items() if name not in own or own[name] is not x]
-    added = own.keys() - attributes.keys()
-    for name in added:
-        del own[name]
-    own.update((name, attributes[name]) for name in changed)
-    # Constants of fx are different in each graph.
-    return [*changed, *(name for name in added if not name.startswith(_CONSTANT))]
+class _Kept:
+    """The attributes of a module and of its children, and the contents of their containers."""
+
+    def __init__(self, parent: nn.Module) -> None:
+        self._attributes = [(vars(module), dict(vars(module))) for module in parent.modules()]
+        self._contents: dict[int, tuple[Any, Any]] = {}
+        for own, _ in self._attributes:
+            self._keep(own.values())
+
+    def _keep(self, values: Any) -> None:
+        for x in values:
+            if type(x) in _CONTAINERS and id(x) not in self._contents:
+                self._contents[id(x)] = (x, copy.copy(x))
+                self._keep(x.values() if isinstance(x, dict) else x)
+
+    def restore(self) -> set[str]:
+        """Undo what tracing set; the names of the attributes that it set or changed."""
+        written: set[str] = set()
+        for own, before in self._attributes:
+            if _is_same(own, before):
+                continue
+            names = own.keys() | before.keys()
+            written |= {x for x in names if own.get(x, self) is not before.get(x, self)}
+            own.clear()
+            own.update(before)
+        for x, before in self._contents.values():
+            if not _is_same(x, before):
+                written |= self._names_of(x)
+                x.clear()
+                add = x.extend if isinstance(x, list | collections.deque) else x.update
+                add(before)
+        # Constants of fx are different in each graph.
+        return {name for name in written if not name.startswith(_CONSTANT)}
+
+    def _names_of(self, container: Any) -> set[str]:
+        found = {name for own, _ in self._attributes for name, x in own.items() if x is container}
+        return found or {"in a container"}
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two containers hold the same objects in the same order."""
+    if len(one) != len(other):
+        return False
+    if isinstance(one, dict):
+        pairs = zip(one.items(), other.items(), strict=True)
+        return all(a is c and b is d for (a, b), (c, d) in pairs)
+    if isinstance(one, set):
+        return {id(x) for x in one} == {id(x) for x in other}
+    return all(map(operator.is_, one, other))
+
+
+def _sort(graph: fx.Graph) -> None:
+    """Put nodes behind their inputs; others keep their order, as some write in place."""
+    places = {node: place for place, node in enumerate(graph.nodes)}
+    missing = {node: len(node.all_input_nodes) for node in places}
+    ready = [(place, node) for node, place in places.items() if not missing[node]]
+    last = next(node for node in places if node.op == "output")
+    while ready:
+        _, node = heapq.heappop(ready)
+        last.prepend(node)  # which leaves the output itself where it is
+        for user in node.users:
+            missing[user] -= 1
+            if not missing[user]:
+                heapq.heappush(ready, (places[user], user))
 
 
 def forward_of(parent: nn.Module, graph: fx.Graph) -> Callable[..., Any]:
     """The function of a changed graph, to be a forward of its module."""
-    rewritten = legalize_graph(fx.GraphModule(parent, graph))
-    rewritten.recompile()
+    _sort(graph)
+    rewritten = fx.GraphModule(parent, graph)
     forward: Callable[..., Any] = type(rewritten).forward
     _GRAPHS[forward] = rewritten.graph
     return forward

@@ -589,6 +589,17 @@ def test_matrices_of_parameters_with_more_axes() -> None:
         assert torch.allclose(model(x), twin(x), atol=2.0)
 
 
+def test_a_bias_of_another_size_is_not_quantized() -> None:
+    forms: list[Callable[[Any, Tensor], Any]] = [
+        lambda s, x: torch.addmm(s.w[0, :1], x, s.w),
+        lambda s, x: functional.linear(x, s.w, s.w[0, :1]),
+    ]
+    for run in forms:  # a kernel would read beyond it
+        model = Around(run).bfloat16()
+        twin, handle = copy.deepcopy(model), forced(model)
+        assert "w" in handle.sites and torch.equal(model(rows()), twin(rows()))
+
+
 def test_scores_of_items_by_the_embedding() -> None:
     class Scores(nn.Module):
         def __init__(self) -> None:
