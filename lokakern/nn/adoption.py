@@ -120,7 +120,7 @@ def _apply_newest(module: Routed) -> None:
 def _parameter(module: Routed) -> Tensor | None:
     """The parameter, if it is multiplied without change."""
     is_plain = isinstance(module, Linear) and module.padding == (0, 0)
-    is_plain |= isinstance(module, RawProduct)
+    is_plain |= isinstance(module, RawProduct) and module.is_there
     weight = module.weight if is_plain else None
     return weight if isinstance(weight, Tensor) and not hasattr(weight, "to_local") else None
 

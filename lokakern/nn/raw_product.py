@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.nn import functional
 
+from lokakern.errors import UnsupportedError
 from lokakern.nn.linear import Routed, _fits, _is_sharded, _is_without_data, _way, warn_unfit
 from lokakern.nn.raw_pattern import ADDMM, LEFT, LINEAR, MM, TURNED, Matrix
 from lokakern.nn.routed_matmul import is_known
@@ -37,11 +38,30 @@ class RawProduct(Routed):
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The parameter of the module."""
-        path, _, key = self.matrix.parameter.rpartition(".")
-        found = self.owner[0].get_submodule(path)._parameters[key]
-        assert found is not None  # as it was when the module was traced
+        """The parameter of the module.
+
+        Raises:
+            UnsupportedError: It was removed or parametrized since the module was traced.
+        """
+        found = self._found()
+        if found is None:
+            raise UnsupportedError(
+                f"a {type(self.owner[0]).__name__} has no parameter {self.matrix.parameter} now, "
+                "and had one when it was converted: undo the conversion and convert again"
+            )
         return found
+
+    def _found(self) -> nn.Parameter | None:
+        path, _, key = self.matrix.parameter.rpartition(".")
+        holder: Any = self.owner[0]
+        for name in path.split(".") if path else ():
+            holder = None if holder is None else holder._modules.get(name)
+        return None if holder is None else holder._parameters.get(key)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the module still has the parameter."""
+        return self._found() is not None
 
     @property
     def weight(self) -> Tensor:
@@ -112,7 +132,10 @@ class RawProduct(Routed):
         return y.mT if form == LEFT else y
 
     def freeze(self) -> None:
-        self.freeze_weight(self.weight)
+        if self.is_there:
+            self.freeze_weight(self.weight)
+        else:  # nothing calls it, as the module is not as it was traced
+            self.thaw()
 
     def hold(self, weight: Tensor, before: Tensor | None) -> None:
         """Nothing, as an unquantized product reads the parameter."""
@@ -124,6 +147,8 @@ class RawProduct(Routed):
 
     def extra_repr(self) -> str:
         """Shapes and routes."""
+        if not self.is_there:
+            return f"{self.matrix.parameter} is gone, {self.route_words()}"
         return f"k={self.in_features}, n={self.out_features}, {self.route_words()}"
 
     @property

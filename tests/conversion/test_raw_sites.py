@@ -13,13 +13,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import parametrize
 
 import lokakern
 from lokakern import numerics
 from lokakern.conversion.convert import Conversion
 from lokakern.conversion.routes import grad_input_problem, output_problem
 from lokakern.conversion.tune import groups_of, observed_rows
-from lokakern.errors import UnknownNameError
+from lokakern.errors import UnknownNameError, UnsupportedError
 from lokakern.functional import checks
 from lokakern.nn.linear import Linear
 from lokakern.nn.raw_product import CHILD, products_of
@@ -520,6 +521,21 @@ def test_changed_modules_run_as_they_are() -> None:
             assert torch.equal(model(rows()), raw()(rows()) * 2)
         handle.refresh()
         assert not torch.equal(model(rows()), raw()(rows()) * 2)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_parameter_that_is_gone(inference: bool) -> None:
+    model = raw()
+    older, handle = (forced(model, inference=inference) for _ in range(2))
+    parametrize.register_parametrization(model, "up", nn.Tanh())
+    model.square = nn.ParameterList()
+    with pytest.raises(UnsupportedError, match=r"has no parameter (up|square\.0) now"):
+        handle.refresh()
+    assert "up is gone" in repr(model)
+    model.load_state_dict(model.state_dict())
+    handle.undo()
+    older.undo()
+    assert CHILD not in model._modules and "forward" not in vars(model)
 
 
 # --- what stays as it is
