@@ -41,11 +41,10 @@ from lokakern.nn.cross_pattern import FoundCross, crosses_in
 from lokakern.nn.linear import Linear
 from lokakern.nn.raw_pattern import FoundProduct, products_in
 from lokakern.nn.raw_product import CHILD, products_of
-from lokakern.nn.traced_forward import is_traceable, traced, traced_modes
+from lokakern.nn.traced_forward import is_setting, is_traceable, reads_of, traced, traced_modes
 from lokakern.types import Granularity
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)  # which a forward reads, and does not call
-_SETTINGS = (bool, int, float, str, type(None))
 _METHOD = "\0method"  # stands for what is no setting
 _OF_TORCH = frozenset((*vars(nn.Module()), "forward"))
 
@@ -150,6 +149,9 @@ class CrossedForward:
             if name not in _OF_TORCH and name != "training"
         }  # fmt: skip
         self._of_class = _settings_of(module)
+        reads = {(id(x[0]), x[1]): x for graph in graphs for x in reads_of(graph)}
+        self._of_children = list(reads.values())
+        self._tied = _tied_names(graphs, module)
         self._compile()
 
     def _compile(self) -> None:
@@ -216,6 +218,12 @@ class CrossedForward:
         for name, value in self._of_class.items():
             is_other = value != _METHOD and not _is_same(getattr(kind, name), value)
             if name in own or is_other:
+                return False
+        for child, name, value in self._of_children:
+            if not _is_same(getattr(child, name, None), value):
+                return False
+        for first, key, other, name in self._tied:
+            if first._parameters.get(key) is not other._parameters.get(name):
                 return False
         return True
 
@@ -290,7 +298,7 @@ def _defaults_of(module: nn.Module) -> dict[str, Any]:
         is_one = parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
         if not is_one and not (parameter.kind is parameter.KEYWORD_ONLY and is_optional):
             raise UnsupportedError(f"argument {name} of its forward is not positional")
-        if is_optional and not _is_setting(parameter.default):
+        if is_optional and not is_setting(parameter.default):
             raise UnsupportedError(f"argument {name} of its forward is optional")
         if is_optional:
             found[name] = parameter.default
@@ -324,16 +332,9 @@ def _has_none(values: Iterable[Any]) -> bool:
 
 def _is_same(one: Any, other: Any) -> bool:
     """Whether two values of an attribute are one object, or equal settings."""
-    if _is_setting(other):
+    if is_setting(other):
         return type(one) is type(other) and bool(one == other)
     return one is other
-
-
-def _is_setting(value: Any) -> bool:
-    """Whether a value is compared; tuples, because compilers make new ones."""
-    if isinstance(value, tuple):
-        return all(_is_setting(x) for x in value)
-    return isinstance(value, _SETTINGS)
 
 
 def _settings_of(module: nn.Module) -> dict[str, Any]:
@@ -343,7 +344,25 @@ def _settings_of(module: nn.Module) -> dict[str, Any]:
     for base in mro[: mro.index(nn.Module)]:
         for name, value in vars(base).items():
             if name not in vars(module) and not name.startswith("__") and name != "forward":
-                found.setdefault(name, value if _is_setting(value) else _METHOD)
+                found.setdefault(name, value if is_setting(value) else _METHOD)
+    return found
+
+
+def _tied_names(
+    graphs: Iterable[fx.Graph], module: nn.Module
+) -> list[tuple[nn.Module, str, nn.Module, str]]:
+    """Places that share a parameter, which graphs read by the first of its names."""
+    read = {str(x.target) for graph in graphs for x in graph.nodes if x.op == "get_attr"}
+    places: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    for path, owner in module.named_modules():
+        for key, parameter in owner._parameters.items():
+            if parameter is not None:
+                name = f"{path}.{key}" if path else key
+                places.setdefault(id(parameter), []).append((name, owner, key))
+    found = []
+    for (name, first, one), *others in places.values():
+        if name in read:
+            found += [(first, one, owner, key) for _, owner, key in others]
     return found
 
 

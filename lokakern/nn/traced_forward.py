@@ -24,6 +24,9 @@ from lokakern.errors import UnsupportedError
 _GRAPHS: WeakKeyDictionary[Any, fx.Graph] = WeakKeyDictionary()  # of rewritten forwards
 
 
+_SETTINGS = (bool, int, float, str, type(None))
+# Settings of children that the forward of a graph read: the child, the name and the value.
+_READS: WeakKeyDictionary[fx.Graph, list[tuple[nn.Module, str, Any]]] = WeakKeyDictionary()
 _CONSTANT = "_tensor_constant"  # attributes that fx makes of tensors in a forward
 _SDP = ("flash", "mem_efficient", "math", "cudnn")
 _OF_TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -219,8 +222,10 @@ def traced_modes(
         for mode, are_on in ((True, True), (False, False), (True, False), (False, True)):
             for module in were_training:
                 module.training = mode
-            with _modes_set(are_on=are_on):
+            reads: list[tuple[nn.Module, str, Any]] = []
+            with _modes_set(are_on=are_on), _settings_read(parent, reads):
                 graphs.append(_Tracer(defaults or {}).trace(parent))
+            _READS[graphs[-1]] = reads
             sources.append(graphs[-1].python_code("self").src)
             if sources[1:] == sources[:1]:
                 break
@@ -245,6 +250,38 @@ def traced_modes(
             "its forward depends on the mode of gradients or autocast, or differs in each call"
         )
     return graphs[0], graphs[1]
+
+
+def is_setting(value: Any) -> bool:
+    """Whether a value is compared; tuples, because compilers make new ones."""
+    if isinstance(value, tuple):
+        return all(is_setting(x) for x in value)
+    return isinstance(value, _SETTINGS)
+
+
+def reads_of(graph: fx.Graph) -> list[tuple[nn.Module, str, Any]]:
+    """Settings of children that a traced forward read, which its graph has as constants."""
+    return _READS.get(graph, [])
+
+
+@contextmanager
+def _settings_read(parent: nn.Module, found: list[tuple[nn.Module, str, Any]]) -> Iterator[None]:
+    """Note the settings of other modules that a forward reads in the block."""
+
+    def read(self: nn.Module, name: str) -> Any:
+        value = object.__getattribute__(self, name)
+        if self is not parent and name[:1] != "_" and name != "training" and is_setting(value):
+            file = sys._getframe(1).f_code.co_filename
+            if not file.startswith(_OF_TORCH) and file != __file__:
+                found.append((self, name, value))
+        return value
+
+    # Modules have none of their own, as their __getattr__ gets only what is no attribute.
+    nn.Module.__getattribute__ = read  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        del nn.Module.__getattribute__
 
 
 def is_traceable(parent: nn.Module) -> bool:

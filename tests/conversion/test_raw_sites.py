@@ -523,6 +523,52 @@ def test_changed_modules_run_as_they_are() -> None:
         assert not torch.equal(model(rows()), raw()(rows()) * 2)
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_changed_settings_of_children(is_compiled: bool) -> None:
+    class Dropped(Raw):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drop = nn.Dropout(0.25)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * (1 - self.drop.p)
+
+    torch.manual_seed(0)
+    model = Dropped().bfloat16()
+    twin, handle = copy.deepcopy(model), forced(model)
+    assert len(handle.sites) == len(NAMES)
+    called = torch.compile(model, backend="eager", fullgraph=True) if is_compiled else model
+    with torch.no_grad():
+        quantized = called(rows())
+        assert torch.equal(quantized, model(rows())) and not torch.equal(quantized, twin(rows()))
+        model.drop.p = twin.drop.p = 0.5
+        assert torch.equal(called(rows()), twin(rows()))
+        assert torch.equal(copy.deepcopy(model)(rows()), twin(rows()))
+        handle.refresh()
+        assert not torch.equal(called(rows()), twin(rows()))
+
+
+def test_parameters_that_are_no_longer_tied() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Parameter(torch.randn(N, N) * N**-0.5)
+            self.second = self.first
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(x @ self.first) @ self.second
+
+    model = Tied().bfloat16()
+    twin, handle, x = copy.deepcopy(model), forced(model), rows(k=N)
+    assert list(handle.sites) == ["first"]
+    assert not torch.equal(copy.deepcopy(model)(x), twin(x))
+    model.second = nn.Parameter(torch.randn(N, N).bfloat16())
+    twin.second = model.second
+    assert torch.equal(model(x), twin(x))
+    handle.refresh()
+    assert not torch.equal(model(x), twin(x)) and torch.allclose(model(x), twin(x), atol=4.0)
+
+
 @pytest.mark.parametrize("inference", [False, True])
 def test_a_parameter_that_is_gone(inference: bool) -> None:
     model = raw()
