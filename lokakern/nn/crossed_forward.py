@@ -20,7 +20,7 @@ import operator
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 from torch import Tensor, fx, nn
@@ -160,6 +160,14 @@ class CrossedForward:
             names = dict(self._names)
             exec(compile(source, "<crossed forward>", "exec"), names)
             self._functions.append(names["forward"])
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """`run` with the signature of the original, whose names torch.export asks for."""
+        run = CrossedForward.run
+        function = FunctionType(run.__code__, run.__globals__, run.__name__)
+        function.__signature__ = inspect.signature(type(self.module).forward)  # type: ignore[attr-defined]
+        return MethodType(function, self)
 
     def run(self, *args: Any, **options: Any) -> Any:
         """The module's output; this method is its ``forward``."""
@@ -393,7 +401,7 @@ def uncrossed(module: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        _set_forward(module, crossed.run)
+        _set_forward(module, crossed.forward)
 
 
 def crossed_of(module: nn.Module) -> CrossedForward | None:
@@ -432,7 +440,7 @@ def set_crosses(module: nn.Module, crosses: Sequence[Cross], key: str = "") -> N
     for layer, granularity in _weights(module, settings[-1]):
         layer.keep_chain_weight(key, granularity)
     prepare_chains()
-    _set_forward(module, made.run)
+    _set_forward(module, made.forward)
 
 
 def remove_crosses(module: nn.Module, key: str = "") -> None:
@@ -479,7 +487,7 @@ def _rebuild(
     forward = before
     if settings or has_routes(module):
         try:
-            forward = CrossedForward(module, before, settings).run
+            forward = CrossedForward(module, before, settings).forward
         except UnsupportedError as error:
             warnings.warn(f"{error}: its own forward runs until a refresh", stacklevel=3)
             for setting in settings:

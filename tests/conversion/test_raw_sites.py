@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -521,6 +522,19 @@ def test_changed_modules_run_as_they_are() -> None:
             assert torch.equal(model(rows()), raw()(rows()) * 2)
         handle.refresh()
         assert not torch.equal(model(rows()), raw()(rows()) * 2)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exports_name_the_arguments_of_the_original(strict: bool) -> None:
+    model = raw()
+    forced(model)
+    assert inspect.signature(model.forward) == inspect.signature(raw().forward)
+    assert inspect.signature(copy.deepcopy(model).forward) == inspect.signature(raw().forward)
+    sizes = {"x": {0: torch.export.Dim("m", min=2, max=4096)}}
+    with torch.no_grad():
+        exported = torch.export.export(model, (rows(),), dynamic_shapes=sizes, strict=strict)
+        for m in (M, 7):
+            assert torch.equal(exported.module()(rows(m)), model(rows(m)))
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
