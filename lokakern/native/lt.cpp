@@ -1,6 +1,8 @@
 #include "lt.h"
 
 #include <ATen/Context.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
 #include <ATen/ops/_scaled_mm.h>
 #include <ATen/ops/from_blob.h>
 #include <dlfcn.h>
@@ -19,10 +21,15 @@ constexpr int kCompute32F = 68, kR32F = 0, kR16BF = 14, kE4M3 = 28, kE5M2 = 29;
 constexpr int kTransposeA = 3, kEpilogue = 7, kBiasPointer = 8, kAScalePointer = 17,
               kBScalePointer = 18, kFastAccumulation = 25, kBiasType = 26, kAScaleMode = 31,
               kBScaleMode = 32;
-constexpr int32_t kOpT = 1, kEpilogueBias = 4, kOuterVector = 3;
+constexpr int32_t kOpT = 1, kEpilogueBias = 4;
+constexpr int32_t kOuterVector = 3, kVector128 = 4, kBlock128x128 = 5;  // modes of scales
 constexpr int kMostWorkspaceBytes = 1;
 
+// From torch.nn.functional.ScalingType.
+constexpr int64_t kOfVector128 = 4, kOfBlock128x128 = 5;
+
 constexpr uintptr_t kOperandAlignment = 16;
+constexpr int64_t kBlock = 128;
 
 Lt replaced_lt{};
 bool is_lt_replaced = false;
@@ -170,13 +177,11 @@ void Product::check(void* out, void* stream) {
     for (const bool cancels : {false, true}) {
       const at::Tensor a = matrix(form_.m, form_.a_stride, form_.a_dtype, 1, cancels, false);
       const at::Tensor b = matrix(form_.n, form_.b_stride, form_.b_dtype, 2, cancels, true).t();
-      const at::Tensor a_scale = numbers(form_.is_rowwise ? form_.m : 1, 3).unsqueeze(1);
-      const at::Tensor b_scale = numbers(form_.is_rowwise ? form_.n : 1, 4).unsqueeze(0);
+      const auto [a_scale, b_scale] = scales();
       std::optional<at::Tensor> bias;
       if (form_.has_bias) bias = numbers(form_.n, 5).to(at::kBFloat16);
       if (bias && cancels) bias->zero_();
-      at::_scaled_mm_out(expected, a, b, a_scale, b_scale, bias, std::nullopt, at::kBFloat16,
-                         form_.is_fast);
+      multiply_by_torch(expected, a, b, a_scale, b_scale, bias);
       const Operands operands{a.data_ptr(),       b.data_ptr(), a_scale.data_ptr(),
                               b_scale.data_ptr(), bias ? bias->data_ptr() : nullptr, out};
       if (!cancels) {
@@ -202,6 +207,25 @@ void Product::check(void* out, void* stream) {
   state_.store(reason.empty() ? kKept : kRefused, std::memory_order_release);
 }
 
+void Product::multiply_by_torch(at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
+                                const at::Tensor& a_scale, const at::Tensor& b_scale,
+                                const std::optional<at::Tensor>& bias) const {
+  if (form_.scales != kOfBlocks) {
+    at::_scaled_mm_out(out, a, b, a_scale, b_scale, bias, std::nullopt, at::kBFloat16,
+                       form_.is_fast);
+    return;
+  }
+  // Not every torch has it. Its numbers of scales are those of torch.nn.functional.ScalingType.
+  const auto op = c10::Dispatcher::singleton().findSchema({"aten::_scaled_mm_v2", "out"});
+  TORCH_CHECK(op, "this torch has no _scaled_mm_v2");
+  const auto list = [](const at::Tensor& x) { return c10::List<at::Tensor>({x}); };
+  const auto numbers = [](std::initializer_list<int64_t> x) { return c10::List<int64_t>(x); };
+  torch::jit::Stack stack{a, b, list(a_scale), numbers({kOfVector128}), numbers({}), list(b_scale),
+                          numbers({kOfBlock128x128}), numbers({}), bias, at::kBFloat16, numbers({}),
+                          form_.is_fast, out};
+  op->callBoxed(stack);
+}
+
 // cuBLASLt computes column-major products, out^T = b^T a^T: its A is b.
 void Product::make() {
   handle_ = handle_of(*lt_, device_);
@@ -214,9 +238,10 @@ void Product::make() {
   };
   set(kTransposeA, kOpT);
   set(kFastAccumulation, int8_t{form_.is_fast});
-  if (form_.is_rowwise) {
-    set(kAScaleMode, kOuterVector);
-    set(kBScaleMode, kOuterVector);
+  if (form_.scales != kOfTensors) {
+    const bool is_blocked = form_.scales == kOfBlocks;
+    set(kAScaleMode, is_blocked ? kBlock128x128 : kOuterVector);
+    set(kBScaleMode, is_blocked ? kVector128 : kOuterVector);
   }
   if (form_.has_bias) {
     set(kEpilogue, kEpilogueBias);
@@ -295,6 +320,18 @@ at::Tensor Product::matrix(int64_t rows, int64_t stride, at::ScalarType dtype, u
   made = made.as_strided({rows, form_.k}, {stride, 1});
   made.copy_(sequence.to(device_).as_strided({rows, form_.k}, {kStep, 1}));
   return made.view(dtype);
+}
+
+// Scales of a and b.
+std::pair<at::Tensor, at::Tensor> Product::scales() const {
+  if (form_.scales == kOfBlocks) {
+    const int64_t groups = form_.k / kBlock, blocks = form_.n / kBlock;
+    return {numbers(groups * form_.m, 3).view({groups, form_.m}).t(),
+            numbers(blocks * form_.b_scale_rows, 4).view({blocks, form_.b_scale_rows}).t()};
+  }
+  const bool is_single = form_.scales == kOfTensors;
+  return {numbers(is_single ? 1 : form_.m, 3).unsqueeze(1),
+          numbers(is_single ? 1 : form_.n, 4).unsqueeze(0)};
 }
 
 // float32 from 0.5 to 1.5.

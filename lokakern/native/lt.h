@@ -11,6 +11,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace lokakern {
@@ -50,7 +51,8 @@ struct LtCounts {
 };
 LtCounts lt_counts();
 
-// out[m, n] = (sum_k a[m, k] b[k, n]) * a_scale * b_scale + bias[n], of torch's `_scaled_mm`.
+// out[m, n] = (sum_k a[m, k] b[k, n]) * a_scale * b_scale + bias[n], of torch's `_scaled_mm`, or
+// with scales of parts of k, of its `_scaled_mm_v2`.
 struct Operands {
   const void *a, *b, *a_scale, *b_scale, *bias;  // bias may be null
   void* out;
@@ -58,12 +60,16 @@ struct Operands {
 
 class Product {
  public:
+  // Of a and b: one each; [m, 1] and [1, n]; or column-major [m, k / 128] and, of 128 x 128 and with
+  // padding, [b_scale_rows, n / 128].
+  enum Scales { kOfTensors, kOfRows, kOfBlocks };
   struct Form {
     int64_t m, n, k, a_stride, b_stride;  // a is row-major, b column-major
     at::ScalarType a_dtype, b_dtype;      // FP8
-    bool is_rowwise;                      // scales [m, 1] and [1, n], else one each
-    bool has_bias;                        // bfloat16, as is the contiguous out
-    bool is_fast;                         // sums without promotion
+    Scales scales;
+    int64_t b_scale_rows;
+    bool has_bias;  // bfloat16, as is the contiguous out
+    bool is_fast;   // sums without promotion
   };
 
   Product(const Form& form, c10::Device device)
@@ -92,6 +98,10 @@ class Product {
   at::Tensor matrix(int64_t rows, int64_t stride, at::ScalarType dtype, uint64_t seed,
                     bool cancels, bool is_negated) const;
   at::Tensor numbers(int64_t count, uint64_t seed) const;
+  std::pair<at::Tensor, at::Tensor> scales() const;
+  void multiply_by_torch(at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
+                         const at::Tensor& a_scale, const at::Tensor& b_scale,
+                         const std::optional<at::Tensor>& bias) const;
 
   const Form form_;
   const c10::Device device_;

@@ -198,45 +198,82 @@ c10::IValue read_value(Reader& from, int64_t kind, c10::Device device) {
   }
 }
 
-// The product of a `_scaled_mm` with out, or null where its form is another one.
-std::unique_ptr<Product> product_of(const Operator& step, c10::Device device) {
+// A single view among the arguments, or the only one of a list; else null.
+const View* view_at(const Operator& step, size_t i) {
+  if (const auto* view = std::get_if<View>(&step.arguments[i])) return view;
+  const auto* views = std::get_if<std::vector<View>>(&step.arguments[i]);
+  return views && views->size() == 1 ? &views->front() : nullptr;
+}
+
+bool is_none_at(const Operator& step, size_t i) {
+  const auto* value = std::get_if<c10::IValue>(&step.arguments[i]);
+  return value && value->isNone();
+}
+
+// Whether a list of integers is this one.
+bool are_at(const Operator& step, size_t i, const std::vector<int64_t>& numbers) {
+  const auto* value = std::get_if<c10::IValue>(&step.arguments[i]);
+  if (value) return value->isIntList() && value->toIntVector() == numbers;
+  const auto* views = std::get_if<std::vector<View>>(&step.arguments[i]);
+  return views && views->empty() && numbers.empty();  // no elements tell what they are
+}
+
+bool is(const View& x, at::ScalarType dtype, std::vector<int64_t> sizes,
+        std::vector<int64_t> strides) {
+  bool fits = x.dtype == dtype && x.sizes == sizes && x.strides.size() == strides.size();
+  for (size_t i = 0; fits && i < sizes.size(); ++i)
+    fits = sizes[i] == 1 || x.strides[i] == strides[i];
+  return fits;
+}
+
+bool is_single(const View& x) {
+  return x.dtype == at::kFloat &&
+         std::all_of(x.sizes.begin(), x.sizes.end(), [](int64_t size) { return size == 1; });
+}
+
+// The product of a `_scaled_mm` with out, or with `is_v2` of a `_scaled_mm_v2` by blocks; null where
+// its form is another one.
+std::unique_ptr<Product> product_of(Operator& step, bool is_v2, c10::Device device) {
+  constexpr int64_t kBlock = 128;
   if (!Product::is_possible(device)) return nullptr;
-  const auto view = [&](size_t i) { return std::get_if<View>(&step.arguments[i]); };
-  const auto none = [&](size_t i) {
-    const auto* value = std::get_if<c10::IValue>(&step.arguments[i]);
-    return value && value->isNone();
-  };
-  const View *a = view(0), *b = view(1), *a_scale = view(2), *b_scale = view(3), *bias = view(4),
-             *out = view(8);
-  const auto* fast = std::get_if<c10::IValue>(&step.arguments[7]);
-  if (!a || !b || !a_scale || !b_scale || !out || !(bias || none(4)) || !none(5) || !fast ||
-      !fast->isBool() || a->sizes.size() != 2 || b->sizes.size() != 2)
+  const size_t b_scale_at = is_v2 ? 5 : 3, bias_at = is_v2 ? 8 : 4, fast_at = is_v2 ? 11 : 7;
+  step.operands = {view_at(step, 0), view_at(step, 1), view_at(step, 2), view_at(step, b_scale_at),
+                   view_at(step, bias_at), view_at(step, is_v2 ? 12 : 8)};
+  const auto [a, b, a_scale, b_scale, bias, out] = step.operands;
+  const auto* fast = std::get_if<c10::IValue>(&step.arguments[fast_at]);
+  const bool is_usual = is_v2 ? are_at(step, 3, {4}) && are_at(step, 4, {}) &&
+                                    are_at(step, 6, {5}) && are_at(step, 7, {}) &&
+                                    are_at(step, 10, {})
+                              : is_none_at(step, 5);
+  if (!a || !b || !a_scale || !b_scale || !out || !(bias || is_none_at(step, bias_at)) ||
+      !is_usual || !fast || !fast->isBool() || a->sizes.size() != 2 || b->sizes.size() != 2)
     return nullptr;
   const int64_t m = a->sizes[0], k = a->sizes[1], n = b->sizes[1];
-  const auto is = [](const View& x, at::ScalarType dtype, std::vector<int64_t> sizes,
-                     std::vector<int64_t> strides) {
-    bool fits = x.dtype == dtype && x.sizes == sizes && x.strides.size() == strides.size();
-    for (size_t i = 0; fits && i < sizes.size(); ++i)
-      fits = sizes[i] == 1 || x.strides[i] == strides[i];
-    return fits;
+  const auto is_fp8 = [&](at::ScalarType dtype) {
+    return dtype == at::kFloat8_e4m3fn || (!is_v2 && dtype == at::kFloat8_e5m2);
   };
-  const auto is_fp8 = [](at::ScalarType dtype) {
-    return dtype == at::kFloat8_e4m3fn || dtype == at::kFloat8_e5m2;
-  };
-  const auto is_single = [](const View& x) {
-    return x.dtype == at::kFloat &&
-           std::all_of(x.sizes.begin(), x.sizes.end(), [](int64_t size) { return size == 1; });
-  };
-  const bool is_tensorwise = is_single(*a_scale) && is_single(*b_scale);
+  int64_t b_scale_rows = 1;
+  auto scales = Product::kOfRows;
+  if (is_v2) {
+    scales = Product::kOfBlocks;
+    b_scale_rows = b_scale->sizes.size() == 2 ? b_scale->sizes[0] : 0;
+    if (k % kBlock || n % kBlock || b_scale_rows < k / kBlock ||
+        !is(*a_scale, at::kFloat, {m, k / kBlock}, {1, m}) ||
+        !is(*b_scale, at::kFloat, {b_scale_rows, n / kBlock}, {1, b_scale_rows}))
+      return nullptr;
+  } else if (is_single(*a_scale) && is_single(*b_scale)) {
+    scales = Product::kOfTensors;
+  } else if (!is(*a_scale, at::kFloat, {m, 1}, {1, 1}) ||
+             !is(*b_scale, at::kFloat, {1, n}, {1, 1})) {
+    return nullptr;
+  }
   const bool fits =
       m > 0 && n > 0 && k > 0 && b->sizes[0] == k && is_fp8(a->dtype) && is_fp8(b->dtype) &&
       a->strides[1] == 1 && a->strides[0] >= k && b->strides[0] == 1 && b->strides[1] >= k &&
-      is(*out, at::kBFloat16, {m, n}, {n, 1}) && (!bias || is(*bias, at::kBFloat16, {n}, {1})) &&
-      (is_tensorwise ||
-       (is(*a_scale, at::kFloat, {m, 1}, {1, 1}) && is(*b_scale, at::kFloat, {1, n}, {1, 1})));
+      is(*out, at::kBFloat16, {m, n}, {n, 1}) && (!bias || is(*bias, at::kBFloat16, {n}, {1}));
   if (!fits) return nullptr;
   const Product::Form form{m, n, k, a->strides[0], b->strides[1], a->dtype, b->dtype,
-                           !is_tensorwise, bias != nullptr, fast->toBool()};
+                           scales, b_scale_rows, bias != nullptr, fast->toBool()};
   return std::make_unique<Product>(form, device);
 }
 
@@ -271,8 +308,10 @@ Operator read_operator(Reader& from, const Buffers& buffers, c10::Device device,
   if (overload == "out" && name == "aten::addmm" && count == 6) step.kind = Operator::kAddmm;
   if (overload == "out" && name == "aten::_scaled_mm" && count == 9) {
     step.kind = Operator::kScaledMm;
-    step.product = product_of(step, device);
+    step.product = product_of(step, false, device);
   }
+  if (overload == "out" && name == "aten::_scaled_mm_v2" && count == 13)
+    step.product = product_of(step, true, device);
   const int64_t results = from.number(0, 8);
   for (int64_t i = 0; i < results; ++i) {
     const int64_t place = from.number(-1, static_cast<int64_t>(buffers.size()) - 1);
@@ -475,11 +514,12 @@ void Plan::call(const Operator& step, State& state, void* stream) const {
   for (const int64_t input : step.written)
     state.inputs[input]->unsafeGetTensorImpl()->bump_version();
   if (step.product) {
-    const auto start = [&](size_t i) -> char* {
-      const auto* view = std::get_if<View>(&step.arguments[i]);
+    const auto start = [&](const View* view) -> char* {
       return view ? state.start[view->buffer] + view->offset : nullptr;
     };
-    const Operands operands{start(0), start(1), start(2), start(3), start(4), start(8)};
+    const auto [a, b, a_scale, b_scale, bias, out] = step.operands;
+    const Operands operands{start(a),       start(b),    start(a_scale),
+                            start(b_scale), start(bias), start(out)};
     if (step.product->multiply(operands, stream)) return;
   }
   torch::jit::Stack stack;

@@ -95,12 +95,16 @@ struct Fill {
 struct Operator {
   using Argument = std::variant<c10::IValue, View, std::vector<View>>;
   enum Kind { kOther, kMm, kAddmm, kScaledMm };  // those called without boxes
+  struct Operands {
+    const View *a, *b, *a_scale, *b_scale, *bias, *out;  // of the arguments; bias may be null
+  };
   Kind kind = kOther;
   std::optional<c10::OperatorHandle> handle;
   std::vector<Argument> arguments;
   std::vector<int64_t> results;  // buffers
   std::vector<int64_t> written;  // inputs, whose versions change
   std::unique_ptr<Product> product;  // of FP8 matrices; null where cuBLASLt is not asked
+  Operands operands{};               // of the product
 };
 
 class Plan {

@@ -15,7 +15,7 @@ import lokakern
 from lokakern.functional.run import run
 from lokakern.native import replayed
 from lokakern.registry.register import KERNELS
-from lokakern.types import QuantizedTensor
+from lokakern.types import Granularity, QuantizedTensor
 from tests.support import native
 
 pytestmark = pytest.mark.gpu
@@ -31,10 +31,13 @@ def library() -> Iterator[Any]:
 
 def operands(m: int, n: int, k: int, scales: str) -> tuple[QuantizedTensor, QuantizedTensor]:
     x, w = (torch.randn(rows, k, device="cuda", dtype=torch.bfloat16) for rows in (m, n))
-    return lokakern.quantize(x, scales), lokakern.quantize(w, scales).t()
+    of_x, of_w = ("1x128", "128x128") if scales == "block" else (scales, scales)
+    return lokakern.quantize(x, of_x), lokakern.quantize(w, of_w).t()
 
 
 def by_torch(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, fast: bool) -> Tensor:
+    if a.granularity is Granularity.GROUP:
+        return run(KERNELS["torch.scaled_mm_block"], a, b, bias=bias)
     return torch._scaled_mm(
         a.data, b.transpose[0], a.scale, b.transpose[1], bias, None, torch.bfloat16, fast
     )
@@ -73,6 +76,18 @@ def test_tensorwise_products_are_kept(library: Any) -> None:
     call = kernel_call("tensor", True)
     for _ in range(3):
         call(a, b)
+    found = library.lt_counts()
+    assert found["kept"] == before["kept"] + 1, found["reason"]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_products_by_blocks_are_kept_with_the_bits_of_torch(seed: int, library: Any) -> None:
+    draw = random.Random(seed)
+    m, n, k = draw.choice((4, 300, 2048, 8192)), *(draw.choice((128, 640, 2048)) for _ in "nk")
+    call, before = kernel_call("block", False), library.lt_counts()
+    for _ in range(6):
+        a, b = operands(m, n, k, "block")
+        assert torch.equal(call(a, b), by_torch(a, b, None, False)), f"{m}x{n}x{k}"
     found = library.lt_counts()
     assert found["kept"] == before["kept"] + 1, found["reason"]
 
