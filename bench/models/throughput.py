@@ -23,6 +23,7 @@ from torch import Tensor
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from lokakern import native
 from lokakern.bench.models.arms import Built, Setting
 from lokakern.bench.models.blocks import Batch
 from lokakern.bench.models.click_log import ClickLog
@@ -98,8 +99,7 @@ def stepper(built: Built, setting: Setting, *, whole: bool, before: int = 0) -> 
 
     found = Stepper(built.arm.name, replay, replay, EVENTS if on_gpu else HOST)
     with aside(on_gpu):
-        for _ in range(WARM_STEPS):
-            replay()
+        warm(replay)
     counters = torch._dynamo.utils.counters
     found.graph_breaks = sum(counters["graph_break"].values())
     if on_gpu:
@@ -107,6 +107,14 @@ def stepper(built: Built, setting: Setting, *, whole: bool, before: int = 0) -> 
         if built.arm.compiled:
             capture(found)
     return found
+
+
+def warm(replay: Callable[[], object]) -> None:
+    """Make calls that compile and record; the first one begins to build the native library."""
+    for _ in range(2):
+        for _ in range(WARM_STEPS):
+            replay()
+        native.wait()
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from typing import Protocol
 
 import torch
 
+from lokakern import native
 from lokakern.errors import MeasurementError
 from lokakern.measure import timing
 
@@ -183,8 +184,10 @@ class StepTimer:
         begun = self.now()
         self.switch(variant)
         with self._aside():
-            for _ in range(WARM_STEPS):
-                self.step()
+            for _ in range(2):
+                for _ in range(WARM_STEPS):
+                    self.step()
+                native.wait()  # the first call begins a build, and calls are in Python until then
         self._synchronize()
         if self.graph:
             self._graphs[variant] = self._captured()

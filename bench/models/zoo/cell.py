@@ -24,7 +24,6 @@ from lokakern.bench.models.throughput import (
     EVENTS,
     GRAPH,
     HOST,
-    WARM_STEPS,
     Pace,
     Stepper,
     aside,
@@ -32,6 +31,7 @@ from lokakern.bench.models.throughput import (
     elapsed_us,
     race,
     sent,
+    warm,
 )
 from lokakern.bench.models.zoo.catalog import ZOO
 from lokakern.conversion.convert import Conversion, convert
@@ -232,8 +232,7 @@ class _Pair:
             steps=BATCHES * repeats,
         )  # fmt: skip
         with aside(on_gpu):
-            for _ in range(WARM_STEPS):
-                replay()
+            warm(replay)
         found.graph_breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
         if mode == MODES[0]:
             capture(found)
