@@ -1,8 +1,9 @@
 """How ties are broken: which times tie, and which of the tied kernels dispatch chooses.
 
 Times within 3 % are ties, and times within their noise are, up to 5 %. A tie goes to the
-unquantized kernel, then to the smaller error, then to the first name. A kernel that is slower than
-the fastest unquantized one never ties with it.
+unquantized kernel, then to the smaller error, then to the shorter time: kernels of one numerics
+have equal errors, and differ in launches. A kernel that is slower than the fastest unquantized one
+never ties with it.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ def break_tie(timed: Sequence[Timed], limit: str) -> tuple[Timed, Sequence[Timed
         and (x.candidate.unquantized or x.time.latency_us <= plain_us)
     ]
 
-    def order(x: Timed) -> tuple[bool, float, str]:
+    def order(x: Timed) -> tuple[bool, float, float, str]:
         error = x.candidate.errors.get(limit, math.inf)
         error = -error if limit == "sqnr_db" else error
-        return not x.candidate.unquantized, error, x.candidate.name
+        return not x.candidate.unquantized, error, x.time.latency_us, x.candidate.name
 
     return min(tied, key=order), tied
 
