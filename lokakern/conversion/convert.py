@@ -116,8 +116,9 @@ def convert(
     products are quantized: of bfloat16 parameters, or under autocast.
 
     Products with a parameter of another module, such as ``x @ self.w``, are sites, too, except with
-    a report, if torch.fx can trace the forward of the module (`lokakern.nn.raw_pattern`). Their
-    names are those of the parameters, which stay; `Conversion.skipped` has the reasons for others.
+    a report, if torch.fx can trace the forward of the module (`lokakern.nn.raw_pattern`), and those
+    of `nn.MultiheadAttention`. Their names are those of the parameters, which stay;
+    `Conversion.skipped` has the reasons for others.
 
     Errors of kernels are those on the measured distributions, or on the data of a report, not on
     every input: ``check`` compares sampled rows of actual inputs.
@@ -435,9 +436,9 @@ class Conversion:
         return changed
 
     def _raw_owners(self) -> list[nn.Module]:
-        """Modules whose products with parameters of their own are sites."""
-        raw = (m for m in self._modules.values() if isinstance(m, RawProduct))
-        return list({id(m.owner[0]): m.owner[0] for m in raw}.values())
+        """Modules of users whose products with parameters of their own are sites."""
+        raw = (m.owner[0] for m in self._modules.values() if isinstance(m, RawProduct))
+        return list({id(x): x for x in raw if not isinstance(x, nn.MultiheadAttention)}.values())
 
     def _apply(self, site: Site, chain: str) -> None:
         """Apply the routes of a site, and a chain of a `LinearNormAct` alone."""
@@ -928,7 +929,7 @@ def _sites_of(
     skipped: dict[str, str] = {}
     inner, uncalled = inner_layers(model), never_called(model)
     layers = dict(named_modules(model, lambda module, _: is_layer(module)))
-    layers |= {name: module for name, module in raw.items() if name not in layers}
+    layers |= raw  # also layers that an attention multiplies by and never calls
     for pattern in skip:
         if not any(fnmatchcase(name, pattern) for name in layers):
             raise UnknownNameError(

@@ -1,7 +1,8 @@
 """Sites that are no layers: products of modules with parameters of their own.
 
-They show in the forward of the module, which is traced (`lokakern.nn.raw_pattern`). A product that
-is called several times is one site, as a layer is.
+They show in the forward of the module, which is traced (`lokakern.nn.raw_pattern`); attentions of
+torch are known (`lokakern.nn.attention`). A product that is called several times is one site, as a
+layer is.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 
 from lokakern.errors import UnsupportedError
+from lokakern.nn.attention import OUT, is_attention, matrices_of, unusual
 from lokakern.nn.crossed_forward import graphs_of
-from lokakern.nn.module_scan import NOT_SHOWN, matrices_elsewhere, named_modules
+from lokakern.nn.module_scan import NOT_SHOWN, OF_TORCH, matrices_elsewhere, named_modules
 from lokakern.nn.raw_pattern import HOLDERS, Matrix, products_in
 from lokakern.nn.raw_product import RawProduct, products_of
+from lokakern.nn.traced_forward import is_traceable
 
 NO_OPERANDS = "Probe has no verdict on products of no nn.Linear: convert them by a budget"
 
@@ -35,7 +38,7 @@ def raw_sites(
     elsewhere = matrices_elsewhere(model, is_seen=bool(unseen))
     if unseen is not None:
         return {}, {x: _told(why, NO_OPERANDS) for x, why in elsewhere.items()} | dict(unseen)
-    found: dict[str, RawProduct] = {}
+    found = _of_attentions(model, elsewhere)
     for name, module in named_modules(model, _may_multiply):
         prefix = f"{name}." if name else ""
         try:
@@ -60,9 +63,34 @@ def raw_sites(
     return found, elsewhere
 
 
+def _of_attentions(model: nn.Module, elsewhere: dict[str, str]) -> dict[str, RawProduct]:
+    """The projections of torch's attentions, with reasons against others in ``elsewhere``.
+
+    The output projection has the name of the layer, whose parameters the attention reads.
+    """
+    found = {}
+    matrices = matrices_of(model)
+    for name, module in named_modules(model, lambda module, _: is_attention(module)):
+        assert isinstance(module, nn.MultiheadAttention)
+        prefix = f"{name}." if name else ""
+        why = unusual(module) or ("" if is_traceable(module) else "it has a forward of its own")
+        for matrix in matrices[id(module)]:
+            parameter = prefix + matrix.parameter
+            if why:
+                if parameter in elsewhere:
+                    elsewhere[parameter] = _told(elsewhere[parameter], why)
+                continue
+            bias = module.in_proj_bias if matrix.parameter != OUT else module.out_proj.bias
+            known = products_of(module).get(matrix.key)
+            site = prefix + ("out_proj" if matrix.parameter == OUT else matrix.name)
+            found[site] = known or RawProduct(module, matrix, bias is not None)
+            elsewhere.pop(parameter, None)
+    return found
+
+
 def _told(words: str, why: str) -> str:
     """Words of `matrices_elsewhere` with a reason."""
-    return words.replace(NOT_SHOWN, why)
+    return words.replace(NOT_SHOWN, why).replace(OF_TORCH, why)
 
 
 def _may_multiply(module: nn.Module, _: str) -> bool:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from lokakern.nn.attention import adopt_attention, release_attention
 from lokakern.nn.linear import PLAIN_ROUTES, Linear, Routed
 from lokakern.nn.linear_norm_act import LinearNormAct
 from lokakern.nn.raw_product import RawProduct
@@ -33,9 +34,13 @@ class Chosen(NamedTuple):
 
 
 def adopt(layer: nn.Module) -> None:
-    """Make an `nn.Linear` a `Linear`, and a `RawProduct` a child; leave others as they are."""
+    """Make an `nn.Linear` a `Linear`, and a `RawProduct` a child; leave others as they are.
+
+    The owner of a `RawProduct` becomes an `Attention` if it is an `nn.MultiheadAttention`.
+    """
     if isinstance(layer, RawProduct):
         layer.register()
+        adopt_attention(layer.owner[0])
     if type(layer) is nn.Linear:
         layer.__class__ = Linear
         layer._is_adopted = True  # type: ignore[assignment]
@@ -49,6 +54,7 @@ def release(layer: nn.Module) -> None:
     """
     if isinstance(layer, RawProduct) and not layer._choices:
         layer.unregister()
+        release_attention(layer.owner[0])
     if type(layer) is not Linear or not layer._is_adopted:
         return
     is_needed = layer._choices or layer.padding != (0, 0) or layer.is_mixing

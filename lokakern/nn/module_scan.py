@@ -11,6 +11,7 @@ from torch.nn.modules.conv import _ConvNd as _Convolution
 ModuleFilter = Callable[[nn.Module, str], bool]
 INNER = "it is multiplied as a part of another layer"
 NOT_SHOWN = "no forward of its module shows a product of rows with it"
+OF_TORCH = "products of torch's own modules are not converted"
 MIXING = "MixTokens makes it multiply across tokens, whose layout no FP8 kernel reads"
 # Modules of torch that multiply by a parameter of their own; others only hold parameters, look rows
 # up or scale by them.
@@ -104,7 +105,7 @@ def matrices_elsewhere(model: nn.Module, *, is_seen: bool = False) -> dict[str, 
             continue
         why = NOT_SHOWN
         if is_known and not isinstance(module, nn.ParameterList | nn.ParameterDict):
-            why = "products of torch's own modules are not converted"
+            why = OF_TORCH
         for key, p in module.named_parameters(recurse=False):
             size = "a parameter that is not initialized"
             if not isinstance(p, nn.UninitializedParameter):

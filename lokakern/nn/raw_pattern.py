@@ -10,7 +10,7 @@ import operator
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional
 
 LINEAR, MATMUL, MM, ADDMM, LEFT = "linear", "matmul", "mm", "addmm", "left"
@@ -30,16 +30,40 @@ class Matrix(NamedTuple):
         parameter: Name of the parameter in the module.
         places: Its places in the leading axes of the parameter.
         is_turned: Whether a product reads it as ``[k, n]``, and not as ``[n, k]``.
+        rows: The first row and the end of a slice; None: all.
+        columns: The same of columns.
     """
 
     parameter: str
     places: tuple[int, ...]
     is_turned: bool
+    rows: tuple[int, int] | None = None
+    columns: tuple[int, int] | None = None
 
     @property
     def name(self) -> str:
-        """The parameter and the place, such as ``experts.0.1``."""
-        return ".".join([self.parameter, *map(str, self.places)])
+        """The parameter and the place, such as ``experts.0.1`` or ``uvqk.0:64``."""
+        parts = [self.parameter, *map(str, self.places)]
+        if self.rows or self.columns:
+            spans = [f"{x[0]}:{x[1]}" if x else ":" for x in (self.rows, self.columns)]
+            parts.append(",".join(spans if self.columns else spans[:1]))
+        return ".".join(parts)
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """The matrix of a parameter, as it is in memory."""
+        for place in self.places:
+            parameter = parameter[place]
+        if self.rows:
+            parameter = parameter[self.rows[0] : self.rows[1]]
+        return parameter[:, self.columns[0] : self.columns[1]] if self.columns else parameter
+
+    def shape_in(self, parameter: Tensor) -> tuple[int, int]:
+        """N and k."""
+        sizes = [
+            span[1] - span[0] if span else size
+            for span, size in zip((self.rows, self.columns), parameter.shape[-2:], strict=True)
+        ]
+        return (sizes[1], sizes[0]) if self.is_turned else (sizes[0], sizes[1])
 
     @property
     def key(self) -> str:

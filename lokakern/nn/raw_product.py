@@ -66,9 +66,7 @@ class RawProduct(Routed):
     @property
     def weight(self) -> Tensor:
         """The matrix, ``[n, k]``."""
-        found: Tensor = self.parameter
-        for place in self.matrix.places:
-            found = found[place]
+        found = self.matrix.of(self.parameter)
         return found.t() if self.matrix.is_turned else found
 
     @property
@@ -84,9 +82,7 @@ class RawProduct(Routed):
     def product_shape(self) -> tuple[int, int, bool, Tensor]:
         """n, k, whether there is a bias, and the parameter."""
         parameter = self.parameter
-        n, k = parameter.shape[-2:]
-        n, k = (k, n) if self.matrix.is_turned else (n, k)
-        return n, k, self.has_bias, parameter
+        return *self.matrix.shape_in(parameter), self.has_bias, parameter
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, form: str) -> Tensor:
         """The product of a form (`lokakern.nn.raw_pattern`).
@@ -99,18 +95,12 @@ class RawProduct(Routed):
             bias: What the original call adds.
             form: Which call it was.
         """
-        plan = self._plan
-        y = self._routed(plan, x, weight, bias, form) if plan else None
+        y = self._routed(x, weight, bias, form) if self._plan else None
         return _original(x, weight, bias, form) if y is None else y
 
-    def _routed(
-        self, plan: str, x: Tensor, weight: Tensor, bias: Tensor | None, form: str
-    ) -> Tensor | None:
+    def _routed(self, x: Tensor, weight: Tensor, bias: Tensor | None, form: str) -> Tensor | None:
         """The product by routes, or None if none quantizes it."""
-        if is_compiling():
-            if x.is_meta or x.is_nested or _is_sharded(weight) or _is_sharded(x):
-                return None
-        elif _is_without_data(x) or x.is_nested or _is_sharded(weight) or _is_sharded(x):
+        if not _is_dense(x, weight):
             return None
         if form == LEFT:
             if x.dim() < 3 or x.shape[-1] != 1:  # else rows of x are no rows in memory
@@ -121,15 +111,22 @@ class RawProduct(Routed):
         given = weight.t() if form in TURNED else weight
         if x.shape[-1] != given.shape[1] or (bias is not None and bias.shape != given.shape[:1]):
             return None
-        if not _fits(x.dtype, given.dtype, x.device.type):
-            if not is_compiling():
-                warn_unfit(x, given)
-            return None
-        m = x.numel() // x.shape[-1]  # the size of a shape is no symbol in torch.export
-        if not _way(plan, m if is_known(m) else -1, x.dtype, given.dtype, x.device.type):
+        if not self.quantizes(x, given):
             return None
         y = self.product(x, given, bias)
         return y.mT if form == LEFT else y
+
+    def quantizes(self, x: Tensor, weight: Tensor) -> bool:
+        """Whether rows ``[..., k]`` are quantized, to be multiplied by a weight of this dtype."""
+        if not self._plan or not _is_dense(x, weight):
+            return False
+        if not _fits(x.dtype, weight.dtype, x.device.type):
+            if not is_compiling():
+                warn_unfit(x, weight)
+            return False
+        m = x.numel() // x.shape[-1]  # the size of a shape is no symbol in torch.export
+        m = m if is_known(m) else -1
+        return bool(_way(self._plan, m, x.dtype, weight.dtype, x.device.type))
 
     def freeze(self) -> None:
         if self.is_there:
@@ -183,6 +180,13 @@ def products_of(module: nn.Module) -> dict[str, Any]:
     """The registered products of a module by key."""
     found = module._modules.get(CHILD)
     return {} if found is None else found._modules
+
+
+def _is_dense(x: Tensor, weight: Tensor) -> bool:
+    """Whether kernels can read the operands."""
+    if not is_compiling() and _is_without_data(x):
+        return False
+    return not (x.is_meta or x.is_nested or _is_sharded(weight) or _is_sharded(x))
 
 
 def _original(x: Tensor, weight: Tensor, bias: Tensor | None, form: str) -> Tensor:

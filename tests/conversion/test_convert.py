@@ -455,7 +455,7 @@ def test_skipped_layers_have_reasons(known: Book, capsys: pytest.CaptureFixture[
     out = capsys.readouterr().out
     assert "it is a Odd, which may do more" in out and "its weight is torch.float16" in out
     assert ROW_KERNEL in out and "grad_weight" in out
-    attention = nn.MultiheadAttention(16, 2)
+    attention = nn.MultiheadAttention(16, 2, add_zero_attn=True)
     with pytest.raises(UnknownNameError, match=r"out_proj: nn\.MultiheadAttention reads its"):
         convert(attention, 0.06, device=H200)
 

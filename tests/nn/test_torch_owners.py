@@ -16,6 +16,7 @@ import lokakern
 from lokakern import mods
 from lokakern.conversion import convert
 from lokakern.nn.linear import Linear
+from lokakern.nn.raw_product import RawProduct
 from lokakern.nn.torch_owners import NEVER_CALLED
 from lokakern.probe.report import ProbeReport
 from lokakern.types import ErrorBudget
@@ -119,6 +120,13 @@ def check(model: nn.Module, x: Tensor, batch_first: bool) -> Tensor:
     return called[0]
 
 
+def sites_of(model: nn.Module) -> list[nn.Module]:
+    """Converted layers and products that a model calls; `Attending` passes one tensor."""
+    found = [m for m in model.modules() if isinstance(m, Linear | RawProduct)]
+    is_one = isinstance(model, Attending)
+    return [m for m in found if not (is_one and isinstance(m, RawProduct) and m.matrix.rows)]
+
+
 KINDS = ["encoder layer", "encoder", "decoder layer", "attention"]
 EVERY: dict[str, list[Any]] = {
     "NoBias": [mods.NoBias(keep=())], "BlockNorm": [mods.BlockNorm(16)],
@@ -175,13 +183,14 @@ def test_converted_layers_run_in_each_mode(
     quantizing: None, monkeypatch: pytest.MonkeyPatch, kind: str, inference: bool
 ) -> None:
     called: set[int] = set()
-    real = Linear.forward
+    for each in (Linear, RawProduct):
+        real: Callable[..., Any] = each.forward
 
-    def spy(self: Linear, *arguments: Any, **options: Any) -> Tensor:
-        called.add(id(self))
-        return real(self, *arguments, **options)
+        def spy(self: nn.Module, *arguments: Any, real: Any = real, **options: Any) -> Tensor:
+            called.add(id(self))
+            return real(self, *arguments, **options)
 
-    monkeypatch.setattr(Linear, "forward", spy)
+        monkeypatch.setattr(each, "forward", spy)
     for batch_first, norm_first in itertools.product((True, False), repeat=2):
         model = owner(kind, batch_first=batch_first, norm_first=norm_first).bfloat16()
         plain, x = copy.deepcopy(model), torch.randn(3, 6, WIDTH).bfloat16()
@@ -194,8 +203,8 @@ def test_converted_layers_run_in_each_mode(
                 called.clear()
                 with torch.set_grad_enabled(has_gradients):
                     one.train(is_training)(x)
-                assert called == {id(one.get_submodule(name)) for name in handle.sites}
-        assert set(handle.skipped.values()) >= {NEVER_CALLED}
+                assert called == {id(site) for site in sites_of(one)}
+        assert not handle.skipped
         handle.refresh(None)
         handle.refresh(0.06)
         assert torch.equal(check(model, x, batch_first), found)
@@ -232,6 +241,9 @@ def test_the_fast_path_is_disabled_and_enabled_again(
     assert run() == usual
     one = lokakern.convert(model, 0.06, filter=lambda module, name: name == "layers.1.linear2")
     assert len(one) == 1 and run() == ["_transformer_encoder_layer_fwd"]  # of the first layer
+    other = lokakern.convert(model, 0.06, filter=lambda module, name: "in_proj" in name)
+    assert len(other) == 2 and run() == []
+    other.undo()
     report = mods.apply(model, [mods.BlockNorm(16)])
     assert run() == []
     one.undo()
@@ -252,13 +264,13 @@ def test_biases_that_attention_reads_stay_with_a_reason() -> None:
     assert model.attention.out_proj.bias is not None and model.head.bias is None
 
 
-def test_a_replaced_out_proj_is_not_converted(quantizing: None) -> None:
+def test_a_replaced_out_proj_is_a_product_of_the_attention(quantizing: None) -> None:
     model = owner("attention", batch_first=True)
     model.attention.out_proj = nn.Linear(WIDTH, WIDTH)
     handle = lokakern.convert(model, 0.06)
-    assert set(handle.sites) == {"head"}
-    assert handle.skipped["attention.out_proj"] == NEVER_CALLED
+    assert isinstance(handle.sites["attention.out_proj"].module, RawProduct)
     assert type(model.attention.out_proj) is nn.Linear
+    assert not handle.skipped
 
 
 def test_a_layer_without_biases_keeps_its_switches() -> None:
@@ -306,12 +318,9 @@ class Everything(nn.Module):
 
 def test_products_of_torchs_own_modules_are_named() -> None:
     found = lokakern.convert(Everything(), None).skipped
-    assert found.pop("same.out_proj") == found.pop("other.out_proj") == NEVER_CALLED
+    assert found.pop("same.out_proj") == NEVER_CALLED
     expected = {
         "same.in_proj_weight": "a MultiheadAttention holds [24, 8]",
-        "other.q_proj_weight": "a MultiheadAttention holds [8, 8]",
-        "other.k_proj_weight": "a MultiheadAttention holds [8, 4]",
-        "other.v_proj_weight": "a MultiheadAttention holds [8, 6]",
         "bilinear.weight": "a Bilinear holds [6, 4, 5]",
         "rnn.weight_ih_l0": "a LSTM holds [20, 4]", "rnn.weight_hh_l0": "a LSTM holds [20, 3]",
         "rnn.weight_hr_l0": "a LSTM holds [3, 5]",
