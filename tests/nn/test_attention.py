@@ -27,7 +27,7 @@ forced = functools.partial(lokakern.convert, device=H200, kernels="row")
 KINDS: dict[str, dict[str, Any]] = {
     "packed": {}, "without bias": {"bias": False}, "separate": {"kdim": 24, "vdim": 56},
 }  # fmt: skip
-MASKS = ["none", "padding", "pairs", "each head", "both", "causal"]
+MASKS = ["none", "padding", "pairs", "each head", "both", "causal", "both, causal"]
 
 
 def attention_of(dtype: torch.dtype = torch.bfloat16, **options: Any) -> nn.MultiheadAttention:
@@ -70,8 +70,9 @@ def masks_of(kind: str, source: int) -> dict[str, Any]:
         mask[:, :, 0] = False
         return {"attn_mask": mask}
     causal = torch.ones(ROWS, source, dtype=torch.bool).triu(1)
-    if kind == "both":
-        return {"attn_mask": causal, "key_padding_mask": padding}
+    if "both" in kind:
+        hint = {"is_causal": True} if "causal" in kind else {}
+        return {"attn_mask": causal, "key_padding_mask": padding, **hint}
     return {"attn_mask": causal, "is_causal": True} if kind == "causal" else {}
 
 
@@ -452,6 +453,17 @@ def test_kept_weights_and_undoing_in_any_order() -> None:
     assert same(passed(model, inputs), whole)
     second.undo()
     assert same(passed(model, inputs), plain) and type(model) is nn.MultiheadAttention
+
+
+def test_one_projection_alone(products: list[str]) -> None:
+    for skip, name in (("in_proj*", "out_proj.weight"), ("out_proj", "in_proj_weight")):
+        model = attention_of()
+        plain = copy.deepcopy(model)
+        handle = forced(model, skip=skip)
+        products.clear()
+        inputs = inputs_of(model, True)
+        assert 0.003 < error(model(*inputs)[0], plain(*inputs)[0]) < 0.1
+        assert products == [name] and skip in repr(handle.skipped)
 
 
 def test_sites_are_the_products_that_layers_of_torch_compute() -> None:
