@@ -1,11 +1,13 @@
 """Products with parameters of no `nn.Linear` in a traced forward.
 
-``F.linear(x, w)``, ``x @ w``, ``torch.mm``, ``torch.matmul``, ``torch.addmm`` and ``torch.matmul(w,
-x)``, with w a parameter, a matrix of a parameter of more axes, or the transpose or a cast of one.
+``F.linear(x, w)``, ``x @ w``, ``torch.mm``, ``torch.matmul``, ``torch.addmm``, ``torch.matmul(w,
+x)`` and ``torch.einsum`` of the same, with w a parameter, a matrix of a parameter of more axes, or
+a slice, the transpose or a cast of one.
 """
 
 from __future__ import annotations
 
+import itertools
 import operator
 from typing import Any, NamedTuple
 
@@ -20,6 +22,8 @@ _MATMUL = (operator.matmul, torch.matmul, "matmul", "__matmul__")
 _MM = (torch.mm, "mm")
 _ADDMM = (torch.addmm, "addmm")
 _CASTS = ("to", "type_as", "bfloat16", "contiguous")
+_SPLITS = (torch.split, torch.chunk, "split", "chunk")
+_NARROW = (torch.narrow, "narrow")
 _TURNS = (torch.t, "t", torch.transpose, "transpose", "permute", torch.permute, getattr)
 
 
@@ -76,7 +80,7 @@ class FoundProduct(NamedTuple):
 
     Attributes:
         node: The call.
-        form: One of the words above.
+        form: One of the words above, or the equation of an einsum.
         matrix: The matrix.
         x: The activation.
         weight: The matrix as the call reads it.
@@ -96,8 +100,30 @@ class _Laid(NamedTuple):
 
     parameter: str
     places: tuple[int, ...]
-    sizes: tuple[int, ...]  # of what the places leave, untransposed
+    sizes: tuple[int, ...]  # of what places and slices leave, untransposed
     is_transposed: bool
+    rows: tuple[int, int] | None = None
+    columns: tuple[int, int] | None = None
+
+    def axis(self, axis: int) -> int:
+        """The place in ``sizes`` of an axis of the node."""
+        axis %= len(self.sizes)
+        return 1 - axis if self.is_transposed else axis  # which has two
+
+    def cut(self, axis: int, start: int, stop: int) -> _Laid | None:
+        """A slice along an axis of the node; None if it is not one of the matrix."""
+        axis = self.axis(axis)
+        if (start, stop) == (0, self.sizes[axis]):
+            return self
+        if axis < len(self.sizes) - 2 or start >= stop:
+            return None
+        sizes = (*self.sizes[:axis], stop - start, *self.sizes[axis + 1 :])
+        is_row = axis == len(self.sizes) - 2
+        first, _ = (self.rows if is_row else self.columns) or (0, 0)
+        span = (first + start, first + stop)
+        if is_row:
+            return self._replace(sizes=sizes, rows=span)
+        return self._replace(sizes=sizes, columns=span)
 
 
 def products_in(graph: fx.Graph, module: nn.Module) -> list[FoundProduct]:
@@ -115,10 +141,35 @@ def products_in(graph: fx.Graph, module: nn.Module) -> list[FoundProduct]:
             continue
         if len(laid.sizes) == 2 and min(laid.sizes) > 1:
             # Of a parameter [n, k], F.linear and a left factor read it as it is, others transposed.
-            is_turned = laid.is_transposed != (form in TURNED)
-            matrix = Matrix(laid.parameter, laid.places, is_turned)
+            is_turned = laid.is_transposed != reads_turned(form)
+            matrix = Matrix(laid.parameter, laid.places, is_turned, laid.rows, laid.columns)
             found.append(FoundProduct(node, form, matrix, x, weight, bias))
     return found
+
+
+def reads_turned(form: str) -> bool:
+    """Whether a product of a form multiplies by ``[k, n]``."""
+    roles = roles_of(form)
+    return form in TURNED if roles is None else roles[1]
+
+
+def roles_of(equation: str) -> tuple[int, bool, str] | None:
+    """Of an equation of einsum the place of the weight, whether it is ``[k, n]``, and axes of x.
+
+    None if it is another form, or not ``x @ w`` or ``x @ w.t()``, where k is the last axis of x and
+    n the last one of the output.
+    """
+    inputs, arrow, output = equation.replace(" ", "").partition("->")
+    operands = inputs.split(",")
+    if not arrow or len(operands) != 2 or not output:
+        return None
+    place = int(output[-1] in operands[1])
+    x, weight = operands[1 - place], operands[place]
+    k, n = x[-1:], output[-1]
+    is_product = len({*x.replace("...", ".")}) == len(x.replace("...", ".")) and n not in x
+    if not is_product or output != x[:-1] + n or weight not in (k + n, n + k):
+        return None
+    return place, weight == k + n, x
 
 
 def _operands(node: fx.Node) -> tuple[str, fx.Node, fx.Node, fx.Node | None] | None:
@@ -127,6 +178,8 @@ def _operands(node: fx.Node) -> tuple[str, fx.Node, fx.Node, fx.Node | None] | N
         return None
     target, arguments, named = node.target, list(node.args), dict(node.kwargs)
     names: tuple[str, ...]
+    if target is torch.einsum:
+        return None if named else _of_einsum(*arguments)
     if target is functional.linear:
         form, names = LINEAR, ("input", "weight", "bias")
     elif target in _MATMUL:
@@ -148,6 +201,13 @@ def _operands(node: fx.Node) -> tuple[str, fx.Node, fx.Node, fx.Node | None] | N
     return form, x, weight, bias  # type: ignore[return-value]
 
 
+def _of_einsum(form: Any, *operands: Any) -> tuple[str, fx.Node, fx.Node, None] | None:
+    roles = roles_of(form) if isinstance(form, str) else None
+    if roles is None or len(operands) != 2 or not all(isinstance(x, fx.Node) for x in operands):
+        return None
+    return form, operands[1 - roles[0]], operands[roles[0]], None
+
+
 def _laid_out(node: fx.Node, module: nn.Module) -> _Laid | None:
     """Of which parameter a node is a matrix, a transpose or a cast; None if it is computed."""
     if node.op == "get_attr":
@@ -159,24 +219,84 @@ def _laid_out(node: fx.Node, module: nn.Module) -> _Laid | None:
     first, *others = node.args
     if not isinstance(first, fx.Node):
         return None
+    is_call = first.op in ("call_function", "call_method")
+    if node.target is operator.getitem and is_call and first.target in _SPLITS:
+        return _chunk(first, others[0], module)
     laid = _laid_out(first, module)
     if laid is None:
         return None
     if node.op == "call_method" and node.target in _CASTS:
         return laid
-    if node.target is operator.getitem and not laid.is_transposed:
+    if node.target is operator.getitem:
         return _part(laid, others[0])
+    if node.target in _NARROW:
+        axis, start, length = _given(node, ("dim", "start", "length"))
+        if not all(type(x) is int for x in (axis, start, length)):
+            return None
+        start %= laid.sizes[laid.axis(axis)]
+        return laid.cut(axis, start, start + length)
     if node.target in _TURNS and not node.kwargs and _turns(node.target, others, len(laid.sizes)):
         return laid._replace(is_transposed=not laid.is_transposed)
     return None
 
 
+def _given(node: fx.Node, names: tuple[str, ...]) -> list[Any]:
+    """Arguments of a call behind its first, by place or by name; None where there is none."""
+    found = list(node.args[1:])
+    return found + [node.kwargs.get(name) for name in names[len(found) :]]
+
+
 def _part(laid: _Laid, item: Any) -> _Laid | None:
-    items = item if isinstance(item, tuple) else (item,)
-    if not all(type(x) is int for x in items) or len(items) > len(laid.sizes) - 2:
+    """What an item of a tensor is: places in leading axes, then slices of the matrix."""
+    items = list(item) if isinstance(item, tuple) else [item]
+    gap = len(laid.sizes) - len(items)
+    if ... in items:
+        place = items.index(...)
+        items[place : place + 1] = [slice(None)] * (gap + 1)
+    if not all(type(x) is int or _is_slice(x) for x in items) or len(items) > len(laid.sizes):
         return None
-    places = tuple(x % size for x, size in zip(items, laid.sizes, strict=False))
-    return laid._replace(places=(*laid.places, *places), sizes=laid.sizes[len(items) :])
+    count = next((n for n, x in enumerate(items) if type(x) is not int), len(items))
+    places, slices = items[:count], items[count:]
+    if count > len(laid.sizes) - 2 or any(type(x) is int for x in slices):
+        return None
+    places = [x % size for x, size in zip(places, laid.sizes, strict=False)]
+    found: _Laid | None = laid._replace(
+        places=(*laid.places, *places), sizes=laid.sizes[len(places) :]
+    )
+    for axis, x in enumerate(slices):
+        if found is not None:
+            start, stop, _ = x.indices(found.sizes[found.axis(axis)])
+            found = found.cut(axis, start, stop)
+    return found
+
+
+def _is_slice(item: Any) -> bool:
+    if not isinstance(item, slice) or item.step not in (None, 1):
+        return False
+    return all(x is None or type(x) is int for x in (item.start, item.stop))
+
+
+def _chunk(node: fx.Node, place: Any, module: nn.Module) -> _Laid | None:
+    """A part of a call of `_SPLITS`."""
+    whole = node.args[0] if node.args else None
+    laid = _laid_out(whole, module) if isinstance(whole, fx.Node) else None
+    is_chunk = node.target in (torch.chunk, "chunk")
+    size, axis = _given(node, ("chunks" if is_chunk else "split_size", "dim"))
+    axis = 0 if axis is None else axis
+    if laid is None or type(place) is not int or type(axis) is not int:
+        return None
+    total = laid.sizes[laid.axis(axis)]
+    if type(size) is int and size > 0:
+        size = -(-total // size) if is_chunk else size
+        ends = [min(end, total) for end in range(size, total + size, size)]
+    elif isinstance(size, list | tuple) and all(type(x) is int for x in size):
+        ends = list(itertools.accumulate(size))
+    else:
+        return None
+    if not -len(ends) <= place < len(ends) or ends[-1] != total:
+        return None
+    place %= len(ends)
+    return laid.cut(axis, ends[place - 1] if place else 0, ends[place])
 
 
 def _turns(target: Any, arguments: list[Any], axes: int) -> bool:

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from lokakern.errors import UnsupportedError
 from lokakern.nn.linear import Routed, _fits, _is_sharded, _is_without_data, _way, warn_unfit
-from lokakern.nn.raw_pattern import ADDMM, LEFT, LINEAR, MM, TURNED, Matrix
+from lokakern.nn.raw_pattern import ADDMM, LEFT, LINEAR, MM, Matrix, reads_turned, roles_of
 from lokakern.nn.routed_matmul import is_known
 
 CHILD = "lokakern_products"  # name of the child that holds them
@@ -108,7 +108,9 @@ class RawProduct(Routed):
             x = x.mT
         if weight.dim() != 2 or x.dim() < 1 or (form in (MM, ADDMM) and x.dim() != 2):
             return None
-        given = weight.t() if form in TURNED else weight
+        if not _fits_equation(x, form):
+            return None
+        given = weight.t() if reads_turned(form) else weight
         if x.shape[-1] != given.shape[1] or (bias is not None and bias.shape != given.shape[:1]):
             return None
         if not self.quantizes(x, given):
@@ -189,6 +191,15 @@ def _is_dense(x: Tensor, weight: Tensor) -> bool:
     return not (x.is_meta or x.is_nested or _is_sharded(weight) or _is_sharded(x))
 
 
+def _fits_equation(x: Tensor, form: str) -> bool:
+    """Whether x has the axes of an equation, if the form is one."""
+    roles = roles_of(form)
+    if roles is None:
+        return True
+    axes = roles[2].replace("...", "")
+    return x.dim() == len(axes) or (x.dim() > len(axes) and "..." in roles[2])
+
+
 def _original(x: Tensor, weight: Tensor, bias: Tensor | None, form: str) -> Tensor:
     if form == LINEAR:
         return functional.linear(x, weight, bias)
@@ -197,4 +208,8 @@ def _original(x: Tensor, weight: Tensor, bias: Tensor | None, form: str) -> Tens
     if form == ADDMM:
         assert bias is not None
         return torch.addmm(bias, x, weight)
+    roles = roles_of(form)
+    if roles is not None:
+        operands = (weight, x) if roles[0] == 0 else (x, weight)
+        return torch.einsum(form, *operands)
     return torch.mm(x, weight) if form == MM else torch.matmul(x, weight)

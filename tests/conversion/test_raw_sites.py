@@ -339,6 +339,123 @@ def test_compiled_by_inductor() -> None:
     assert model.uvqk.grad is not None and model.out.grad is not None
 
 
+# --- slices and equations
+
+
+class Sliced(nn.Module):
+    """One product with a part of a parameter."""
+
+    def __init__(self, run: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.w, self.run = nn.Parameter(torch.randn(96, 88) * 0.1), run
+        self.cube = nn.Parameter(torch.randn(2, 96, 88) * 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self, x)
+
+
+linear, einsum = functional.linear, torch.einsum
+SLICES: dict[str, list[tuple[Callable[[Any, Tensor], Tensor], Callable[[Any], Tensor]]]] = {
+    "w.0:40": [(lambda s, x: linear(x, s.w[:40]), lambda s: s.w[:40])],
+    "w.88:96,3:50": [(lambda s, x: linear(x, s.w[-8:, 3:50]), lambda s: s.w[88:, 3:50])],
+    "w.4:20,10:88": [
+        (lambda s, x: linear(x, s.w[..., 10:][4:20]), lambda s: s.w[4:20, 10:]),
+        (lambda s, x: linear(x, s.w.t()[10:].t()[2:40][2:18]), lambda s: s.w[4:20, 10:]),
+    ],
+    "w.:,24:88": [(lambda s, x: x @ s.w[:, 24:], lambda s: s.w[:, 24:].t())],
+    "w.:,8:88": [(lambda s, x: x @ s.w.t()[8:], lambda s: s.w[:, 8:])],
+    "w.16:49": [
+        (lambda s, x: linear(x, s.w.narrow(0, 16, 33)), lambda s: s.w[16:49]),
+        (lambda s, x: x @ torch.narrow(s.w.t(), dim=1, start=-80, length=33), lambda s: s.w[16:49]),
+    ],
+    "w.32:64": [
+        (lambda s, x: linear(x, s.w.chunk(3)[1]), lambda s: s.w[32:64]),
+        (lambda s, x: linear(x, s.w.split(32)[-2]), lambda s: s.w[32:64]),
+    ],
+    "w.:,60:88": [
+        (lambda s, x: x @ torch.split(s.w, [60, 28], dim=1)[1], lambda s: s.w[:, 60:].t()),
+        (lambda s, x: x @ s.w.chunk(3, 1)[2], lambda s: s.w[:, 60:].t()),
+    ],
+    "cube.1.2:96": [(lambda s, x: linear(x, s.cube[1, 2:]), lambda s: s.cube[1, 2:])],
+    "cube.0.:,0:16": [
+        (lambda s, x: x @ s.cube[-2][:, :16], lambda s: s.cube[0, :, :16].t()),
+        (lambda s, x: x @ s.cube[:, :, :16][0], lambda s: s.cube[0, :, :16].t()),
+    ],
+    "w": [
+        (lambda s, x: linear(x, s.w[:]), lambda s: s.w),
+        (lambda s, x: einsum("bld,de->ble", x, s.w), lambda s: s.w.t()),
+        (lambda s, x: einsum("...d, ed -> ...e", x, s.w), lambda s: s.w),
+        (lambda s, x: einsum("ed,bld->ble", s.w, x), lambda s: s.w),
+        (lambda s, x: einsum("de,...d->...e", s.w, x), lambda s: s.w.t()),
+    ],
+}  # fmt: skip
+CASES = [(name, *each) for name, several in SLICES.items() for each in several]
+
+
+@pytest.mark.parametrize(("name", "run", "matrix"), CASES, ids=[name for name, *_ in CASES])
+def test_slices_and_equations(
+    name: str, run: Callable[[Any, Tensor], Tensor], matrix: Callable[[Any], Tensor]
+) -> None:
+    """Bits are those of a converted layer, or, where nothing is quantized, of the original."""
+    torch.manual_seed(0)
+    model = Sliced(run).bfloat16()
+    twin = copy.deepcopy(model)
+    weight = matrix(twin)
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False).bfloat16()
+    layer.weight.data = weight.detach().clone(memory_format=torch.contiguous_format)
+    x = torch.randn(3, 7, weight.shape[1]).bfloat16()
+    x[1, 2] = 0
+    handle = forced(model, m_range=(16, 30))
+    assert list(handle.sites) == [name]
+    site = handle.sites[name].module
+    assert (site.out_features, site.in_features) == tuple(weight.shape)
+    forced(layer)
+    found, expected = passed(model, x), passed(layer, x)
+    assert same(found[:2], expected[:2])
+    weight.backward(expected[2])
+    parameter = twin.cube if name.startswith("cube") else twin.w
+    assert torch.equal(found[2], parameter.grad)
+    exact = x.double() @ weight.detach().double().t()
+    assert (
+        numerics.measure_errors(found[0].double().flatten(0, 1), exact.flatten(0, 1)).row_err < 0.05
+    )
+    twin.zero_grad()
+    wide = torch.cat([x, x])
+    assert same(passed(model, wide), passed(twin, wide))
+    with torch.no_grad():
+        frozen = forced(model, inference=True)
+        for each in model.parameters():
+            each.mul_(2)
+        assert torch.equal(model(x), found[0])
+        frozen.undo()
+    handle.undo()
+    assert torch.equal(model(x), twin(x) * 2)
+
+
+def test_compiled_slices_and_equations() -> None:
+    def run(s: Any, x: Tensor) -> Tensor:
+        first, second = s.w.chunk(2)
+        y = linear(x, first[:, :40]) * linear(x, second[:, 48:])
+        return einsum("bd,de->be", y, s.cube[0, :48])
+
+    model = Sliced(run).bfloat16()
+    assert list(forced(model).sites) == ["w.0:48,0:40", "w.48:96,48:88", "cube.0.0:48"]
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    x = rows(17, k=40)
+    assert same(passed(compiled, x), passed(model, x))
+    assert not torch.equal(model(x), Sliced.forward(model, x))
+
+
+def test_other_shapes_of_an_equation_run_the_original() -> None:
+    model = Sliced(lambda s, x: einsum("bd,de->be", x, s.w)).bfloat16()
+    assert list(forced(model).sites) == ["w"]
+    assert model(torch.randn(20, 96).bfloat16()).shape == (20, 88)
+    for shape in ((96,), (2, 16, 96), (16, 95)):
+        with pytest.raises(RuntimeError):
+            model(torch.randn(shape).bfloat16())
+
+
 # --- inference
 
 
@@ -635,6 +752,16 @@ def calls_all(s: Any, x: Tensor) -> Tensor:
         (lambda s, x: torch.addmm(x, x, s.w, alpha=2), "no forward of its module shows"),
         (lambda s, x: (s.w @ s.w) * x.sum(), "no forward of its module shows"),
         (lambda s, x: x @ s.w.transpose(0, 0)[None][0], "no forward of its module shows"),
+        (lambda s, x: functional.linear(x, s.w[::2]), "no forward of its module shows"),
+        (lambda s, x: functional.linear(x, s.w[: x.shape[0]]), "no forward of its module shows"),
+        (lambda s, x: x * s.w[:, 0] + x * s.w[:1], "no forward of its module shows"),
+        (lambda s, x: torch.einsum("bd,de->eb", x, s.w), "no forward of its module shows"),
+        (lambda s, x: torch.einsum("bd,de->b", x, s.w), "no forward of its module shows"),
+        (lambda s, x: torch.einsum("dd,de->de", x, s.w), "no forward of its module shows"),
+        (lambda s, x: torch.einsum("bd,de", x, s.w), "no forward of its module shows"),
+        (lambda s, x: torch.einsum("be,de->be", x, s.w), "no forward of its module shows"),
+        (lambda s, x: torch.einsum("bd,ede->be", x, s.cube), "no forward of its module shows"),
+        (lambda s, x: torch.einsum("bd,de,ef->bf", x, s.w, s.w), "no forward of its module shows"),
     ],
 )
 def test_why_a_product_is_left_alone(run: Callable[[Any, Tensor], Any], words: str) -> None:
