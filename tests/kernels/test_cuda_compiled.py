@@ -34,6 +34,7 @@ from lokakern.kernels.cuda import (
     quantize_sums,
     quantize_tensor,
     quantize_tile,
+    quantize_together,
     scaled_gemm,
     scaled_gemm_unaligned,
     tiles,
@@ -79,6 +80,7 @@ def cases() -> dict[str, Program]:
             found[f"quantize_{name}_power_of_two 1024 {kind}"] = bound.launch.program
         found |= {f"{name} {kind}": program for name, program in both_ways(types)}
         found |= {f"{name} {kind}": program for name, program in tensors(types)}
+        found |= {f"{name} {kind}": program for name, program in together(types)}
     return found | dict(gemms()) | dict(unaligned_gemms()) | dict(norm_programs.programs())
 
 
@@ -159,6 +161,34 @@ def gemm_tile(m: int, n: int, k: int, kind: Kind, sms: int) -> Tile:
 
 
 Types = tuple[torch.dtype, torch.dtype]
+
+
+def together(types: Types) -> Iterator[tuple[str, Program]]:
+    """Of every strip of columns, beside rows and alone; by tiles; of rows that start anywhere."""
+    module = quantize_together
+    words = module.Words(True, True, False, *types, power_of_two=False)
+    hard = words._replace(in_place=False, whole=False, ragged=True)
+    by_power = words._replace(power_of_two=True)
+    strip = module.strip_of(2048)
+    for rows in (256, 512, 1024, 2048, 4096, 8192, 32768):
+        yield (
+            f"quantize_together_row {rows}",
+            module.bind((0,), module.strip_of(rows), words).program,
+        )
+    for teams in ((0, 0), (0, 8), (32, 256), (0, 64, 128)):
+        name = f"quantize_together_row {'+'.join(map(str, teams))}"
+        yield name, module.bind(teams, strip, words).program
+    for name, teams in (("together", (0,)), ("transpose_together", (0, 64))):
+        for suffix, given in (("row hard", hard), ("row_power_of_two", by_power)):
+            yield f"quantize_{name}_{suffix}", module.bind(teams, strip, given).program
+    yield "quantize_transpose_together_row", module.bind((0, 64), strip, words).program
+    for name, block in (("group", False), ("block", True)):
+        for suffix, given in (("", words), ("_power_of_two", by_power), (" hard", hard)):
+            bound = module.bind_tiles((block,), given)
+            yield f"quantize_together_{name}{suffix}", bound.program
+        bound = module.bind_tiles((block, False), words)
+        yield f"quantize_together_{name} and group", bound.program
+    yield "quantize_together_group and block", module.bind_tiles((False, True), hard).program
 
 
 def both_ways(types: Types) -> Iterator[tuple[str, Program]]:

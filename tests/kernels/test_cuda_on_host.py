@@ -11,28 +11,39 @@ import torch
 from torch import Tensor
 
 from lokakern import numerics
-from lokakern.kernels.cuda import quantize, quantize_sums, quantize_tensor, quantize_tile
+from lokakern.kernels.cuda import (
+    quantize,
+    quantize_sums,
+    quantize_tensor,
+    quantize_tile,
+    quantize_together,
+)
 from lokakern.measure.tiled_compare import compare_bytes, compare_sums
 from lokakern.registry.register import KERNELS
 from lokakern.sums import error_bound
 from lokakern.types import GROUP, Format, Granularity, QuantizedTensor
-from tests.support.cuda_host_launch import HEADER, HostLaunch, sources
+from tests.support.cuda_host_launch import HEADER, NORM_HEADER, TOGETHER_HEADER, HostLaunch, sources
 
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
     kernels = Path(quantize.SOURCE).parent.glob("quantize*.cu*")
-    return sources("host", {path.name: path for path in kernels} | {"ptx.cuh": HEADER})
+    headers = {
+        "ptx.cuh": HEADER,
+        "norm_backward_ptx.cuh": NORM_HEADER,
+        "quantize_together_ptx.cuh": TOGETHER_HEADER,
+    }
+    return sources("host", {path.name: path for path in kernels} | headers)
 
 
 @pytest.fixture
 def on_host(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launch = functools.partial(HostLaunch, folder)
-    for module in (quantize, quantize_sums, quantize_tile, quantize_tensor):
+    for module in (quantize, quantize_sums, quantize_tile, quantize_tensor, quantize_together):
         monkeypatch.setattr(module, "CudaLaunch", launch)
         monkeypatch.setattr(module, "bind", functools.cache(module.bind.__wrapped__))
-    scales = functools.cache(quantize_tile.bind_scales.__wrapped__)
-    monkeypatch.setattr(quantize_tile, "bind_scales", scales)
+    for module, name in ((quantize_tile, "bind_scales"), (quantize_together, "bind_tiles")):
+        monkeypatch.setattr(module, name, functools.cache(getattr(module, name).__wrapped__))
     monkeypatch.setattr(quantize_tensor, "_units", lambda index: 3)
 
 
@@ -298,6 +309,7 @@ def test_static_scales_of_any_size_saturate_and_keep_non_finite_values(
 
 
 TRANSPOSING = [name for name in KERNELS if name.startswith("cuda.quantize_transpose")]
+SUMMING = [name for name in TRANSPOSING if any("sums" in x for x in KERNELS[name].epilogues)]
 
 
 def check_both_ways(name: str, x: Tensor, with_sums: bool = False) -> Tensor | None:
@@ -349,7 +361,7 @@ def test_quantize_transpose_equals_numerics(name: str, source: torch.dtype) -> N
 
 @pytest.mark.usefixtures("on_host")
 @pytest.mark.parametrize("source", SOURCES, ids=str)
-@pytest.mark.parametrize("name", TRANSPOSING)
+@pytest.mark.parametrize("name", SUMMING)
 @pytest.mark.sample(every=4)
 def test_quantize_transpose_also_computes_column_sums(name: str, source: torch.dtype) -> None:
     for rows, columns in [(1, 1), (130, 150), (257, 128)]:
@@ -373,6 +385,78 @@ def test_lines_of_many_tiles_are_added_in_their_order() -> None:
         sums = check_both_ways("cuda.quantize_transpose_block", x.to(source), with_sums=True)
         assert sums is not None
         assert ((sums - x.to(source).double().sum(dim=0)).abs() <= error_bound(x)).all()
+
+
+def check_together(
+    *given: Tensor,
+    granularities: tuple[Granularity, ...] = (Granularity.ROW,) * 3,
+    power_of_two: bool = False,
+) -> None:
+    """Bytes and scales of matrices that one launch quantizes are those of `numerics`."""
+    form = Format.E4M3FN if given[0].dtype is torch.bfloat16 else Format.E5M2
+    matrices = tuple(
+        quantize_together.Matrix(
+            x,
+            padded(*x.shape, form),
+            scales.empty_scale(*x.shape, x.device).fill_(math.nan),
+            scales,
+        )
+        for x, scales in zip(given, granularities, strict=False)
+    )
+    quantize_together.launch_together(matrices, power_of_two)
+    for x, data, scale, scales in matrices:
+        expected = numerics.quantize(x, form, scales, power_of_two_scale=power_of_two)
+        wrong = compare_bytes(data, scale, expected.data, expected.scale)
+        assert not wrong, f"{form.value} {scales} {list(x.shape)} {x.stride()}: {wrong}"
+        check_padding(data)
+
+
+@pytest.mark.usefixtures("on_host")
+@pytest.mark.parametrize("source", SOURCES, ids=str)
+@pytest.mark.parametrize(("rows", "columns"), [
+    (1, 2), (13, 7), (200, 66), (70, 513),  # a tile, clusters of 1 to 4
+    (9, 2100), (21, 4300),  # clusters of 8 with two tiles in registers, and read again
+])  # fmt: skip
+@pytest.mark.sample(every=4)
+def test_columns_are_quantized_by_clusters(rows: int, columns: int, source: torch.dtype) -> None:
+    wide = hostile(columns, rows + 9, source)
+    for x in (wide[:, :rows].contiguous().t(), wide[:, 5 : 5 + rows].t()):
+        check_together(x)
+        check_together(x, power_of_two=True)
+    across = hostile(rows, columns, source).t().contiguous().t()  # magnitudes within a column
+    check_together(across)
+
+
+@pytest.mark.usefixtures("on_host")
+@pytest.mark.parametrize("source", SOURCES, ids=str)
+@pytest.mark.sample(every=2)
+def test_several_matrices_are_quantized_in_one_launch(source: torch.dtype) -> None:
+    rows, long, columns = hostile(9, 40, source), hostile(3, 9001, source), hostile(300, 24, source)
+    for given in (
+        (rows, columns.t()),
+        (columns.t(), rows),
+        (columns.t(), hostile(600, 70, source).t()),
+        (rows, long, columns.t()),
+        (long, rows),
+        (hostile(37, 128, source), columns.t(), rows),
+    ):
+        check_together(*given)
+
+
+@pytest.mark.usefixtures("on_host")
+@pytest.mark.parametrize("source", SOURCES, ids=str)
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.sample(every=2)
+def test_operands_of_a_weight_gradient_are_quantized_by_tiles(
+    source: torch.dtype, power_of_two: bool
+) -> None:
+    group, block = Granularity.GROUP, Granularity.BLOCK
+    for rows, columns, others in [(1, 2, 3), (140, 13, 272), (300, 130, 64)]:
+        x, y = hostile(rows, columns, source), hostile(rows, others + 9, source)
+        for right in (y[:, :others].contiguous(), y[:, 5 : 5 + others]):
+            for scales in ((group, block), (block, group), (group, group)):
+                check_together(x.t(), right.t(), granularities=scales, power_of_two=power_of_two)
+        check_together(x.t(), granularities=(group,), power_of_two=power_of_two)
 
 
 def test_tiles_cover_their_lines() -> None:

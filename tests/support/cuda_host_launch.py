@@ -16,6 +16,8 @@ from lokakern.nvrtc import Program
 from tests.support.sharing import made_once, shared_folder
 
 HEADER = Path(__file__).with_name("cuda_on_host.hpp")
+NORM_HEADER = Path(__file__).with_name("norm_backward_on_host.hpp")
+TOGETHER_HEADER = Path(__file__).with_name("quantize_together_on_host.hpp")
 RUNTIME = Path(__file__).with_name("cuda_on_host.cpp")
 FOUND = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
 # `make` installs Zig, which brings a C++ compiler, where there is none.
@@ -43,6 +45,34 @@ extern "C" void launch(unsigned blocks, unsigned threads, const char* y, unsigne
     run_grid(blocks, threads, false, [=] {
         quantize_tile(y, data, across, scale, across_scale, amax, parts, rows, columns, y_stride,
                       data_stride, across_stride, scale_stride, across_scale_stride);
+    });
+}
+""",
+    "quantize_together": """
+extern "C" void launch(unsigned blocks, unsigned threads, const char* x0, unsigned char* data0,
+                       float* scale0, const char* x1, unsigned char* data1, float* scale1,
+                       const char* x2, unsigned char* data2, float* scale2, int rows0, int columns0,
+                       int end0, int rows1, int columns1, int end1, int rows2, int columns2,
+                       int end2, long long x_stride0, long long data_stride0, long long x_stride1,
+                       long long data_stride1, long long x_stride2, long long data_stride2) {
+    forget_told();
+    run_grid(blocks, threads, true, [=] {
+        quantize_together(x0, data0, scale0, x1, data1, scale1, x2, data2, scale2, rows0, columns0,
+                          end0, rows1, columns1, end1, rows2, columns2, end2, x_stride0,
+                          data_stride0, x_stride1, data_stride1, x_stride2, data_stride2);
+    });
+}
+""",
+    "quantize_tiles_together": """
+extern "C" void launch(unsigned blocks, unsigned threads, const char* x0, unsigned char* data0,
+                       float* scale0, const char* x1, unsigned char* data1, float* scale1,
+                       int rows0, int columns0, int rows1, int columns1, int end,
+                       long long x_stride0, long long data_stride0, long long scale_stride0,
+                       long long x_stride1, long long data_stride1, long long scale_stride1) {
+    run_grid(blocks, threads, false, [=] {
+        quantize_tiles_together(x0, data0, scale0, x1, data1, scale1, rows0, columns0, rows1,
+                                columns1, end, x_stride0, data_stride0, scale_stride0, x_stride1,
+                                data_stride1, scale_stride1);
     });
 }
 """,
