@@ -440,8 +440,9 @@ def test_choices_that_change_before_a_plan_is_installed(
 
 def test_a_plan_that_the_library_refuses_is_no_failed_call(library: Any) -> None:
     def long(x: Tensor) -> Tensor:
-        for _ in range(4097):  # a plan has at most 4096 steps
-            x = x.add(1)
+        x = x.add(1)
+        for _ in range(4096):  # a plan has at most 4096 steps
+            x.add_(1)
         return x
 
     counted = Counted(long)
