@@ -36,7 +36,6 @@ from lokakern.problems import accuracy_problem, make_problem
 from lokakern.registry.register import KERNELS
 from lokakern.registry.schema.records import AccuracyRecord, TimingRecord
 from lokakern.registry.snapshot.loading import load_snapshot
-from lokakern.registry.storage.run_files import RunFile
 from lokakern.sampled_check import ErrorBudgetWarning, Marker, Watch, watch_named
 from lokakern.selection import dispatcher
 from lokakern.sweep.resume import distribution_row
@@ -45,6 +44,7 @@ from lokakern.workloads.gemm_cases import prepared_weight
 from lokakern.workloads.gemm_gradient_cases import grad_weight_case
 from tests.support.conversions import report_of, rows_of, verdict
 from tests.support.measurements import Book, gemm
+from tests.support.rows_at_once import RowsAtOnce
 
 SEEDS = (0,)
 H200 = "NVIDIA H200"
@@ -96,7 +96,7 @@ def fp8_is_fast(tmp_path: Path) -> None:
     asked_of = functools.partial(make_problem, "gemm", (M, N, K))
     prepared = asked_of(b=prepared_weight(Format.E4M3FN, Granularity.ROW), prepared=True)
     ones = torch.ones(4, 4, dtype=torch.float64)
-    with RunFile.create(path, suite="test", command="test", harness_digest="0" * 64) as run:
+    with RowsAtOnce.create(path, suite="test", command="test", harness_digest="0" * 64) as run:
         for name, us, error in (("torch.bf16", 9.0, 0.003), (FP8_ROW, 3.0, 0.04)):
             for problem in (asked_of(), asked_of(epilogue="bias"), prepared):
                 timing = TimingRecord(

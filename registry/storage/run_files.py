@@ -30,6 +30,7 @@ from lokakern.registry.schema.records import (
     TimingRecord,
     now_utc_ms,
 )
+from lokakern.registry.schema.row_keys import Row
 from lokakern.registry.schema.tables import ERROR_METRICS, TABLES
 from lokakern.registry.schema.value_rules import EARLIEST_UTC_MS
 from lokakern.registry.sqlite_file import shown
@@ -231,13 +232,18 @@ class RunFile:
                 f"run {self.run} belongs to process {self._process}, this is {os.getpid()}; every "
                 "process creates its own run file"
             )
-        parts = {}
+        parts: dict[str, Row] = {}
         for entity in entities:
             known = entity if isinstance(entity, row_keys.Entity) else KernelRow.of(entity)
             parts[row_keys.TABLE_OF[type(known)]] = row_keys.row_of(known)
         row |= {table: part["key"] for table, part in parts.items()} | {"run": self.run}
-        key = row["key"] = row_keys.row_key(name, row)
-        fact = plain_row(name, row)
+        row["key"] = row_keys.row_key(name, row)
+        self._commit(name, parts, plain_row(name, row))
+        return str(row["key"])
+
+    def _commit(self, name: str, parts: dict[str, Row], fact: Row) -> None:
+        """Write a row of table `name` and what it refers to."""
+        key = str(fact["key"])
         ids = dict(self._ids)
         try:
             with closing(connect_writer(self.path, synchronous="NORMAL")) as connection:
@@ -263,10 +269,9 @@ class RunFile:
                     f"in {shown(self.path)}, which the next sweep collects"
                 )
             raise DatabaseError(
-                f"run {self.run}: {name} row {key} ({row.get('status', 'ok')}) {words}"
+                f"run {self.run}: {name} row {key} ({fact.get('status', 'ok')}) {words}"
             ) from error
         self._ids = ids
-        return key
 
     def close(self) -> None:
         """Stop writing and leave the file to `collect_runs`."""

@@ -46,7 +46,6 @@ from lokakern.registry.ops import ACTIVATIONS
 from lokakern.registry.register import KERNELS, kernel_named, load_kernels
 from lokakern.registry.schema.records import AccuracyRecord, KernelRow, TimingRecord
 from lokakern.registry.snapshot.loading import load_snapshot
-from lokakern.registry.storage.run_files import RunFile
 from lokakern.selection import dispatcher, misses
 from lokakern.selection.candidates import Time
 from lokakern.sweep.resume import distribution_row
@@ -61,6 +60,7 @@ from lokakern.types import (
     Problem,
     QuantizedTensor,
 )
+from tests.support.rows_at_once import RowsAtOnce
 
 load_kernels()
 NONE, TENSOR, ROW, GROUP = (
@@ -269,7 +269,7 @@ def test_times_and_errors_come_from_the_database(tmp_path: FilePath) -> None:
         (fused, {"a": scaled}, 30.0, 0.04),
     ]
     path = tmp_path / "rows.sqlite"
-    with RunFile.create(path, suite="test", command="test", harness_digest="0" * 64,
+    with RowsAtOnce.create(path, suite="test", command="test", harness_digest="0" * 64,
                         grade="full") as run:  # fmt: skip
         for name, fields, us, row_err in rows:
             for m in (2048, 4096):
@@ -295,7 +295,7 @@ def test_times_and_errors_come_from_the_database(tmp_path: FilePath) -> None:
         dispatcher.use_snapshot(None)
 
 
-def add_time(run: RunFile, name: str, problem: Problem, us: float) -> None:
+def add_time(run: RowsAtOnce, name: str, problem: Problem, us: float) -> None:
     record = TimingRecord(
         status="ok", latency_us_p20=us, latency_us_p50=us, latency_us_p80=us, replay_count=50,
         void_count=0, calls_per_replay=10, clock_mhz=1980.0, kernel_err=0.5,
@@ -306,7 +306,7 @@ def add_time(run: RunFile, name: str, problem: Problem, us: float) -> None:
 
 
 def add_error(
-    run: RunFile, name: str, asked: Problem, distribution: str, seed: int, row_err: float
+    run: RowsAtOnce, name: str, asked: Problem, distribution: str, seed: int, row_err: float
 ) -> None:
     errors = Errors(
         row_err=row_err, row_err_upper=row_err, row_p50=row_err, row_p99=row_err,

@@ -37,7 +37,6 @@ from lokakern.problems import accuracy_problem, make_problem
 from lokakern.registry.register import KERNELS, fp8_format, load_kernels
 from lokakern.registry.schema.records import AccuracyRecord, TimingRecord
 from lokakern.registry.snapshot.loading import load_snapshot
-from lokakern.registry.storage.run_files import RunFile
 from lokakern.selection import dispatcher, misses
 from lokakern.selection.arguments import device_of
 from lokakern.sweep.resume import distribution_row
@@ -50,6 +49,7 @@ from lokakern.types import (
     Problem,
     QuantizedTensor,
 )
+from tests.support.rows_at_once import RowsAtOnce
 
 load_kernels()
 
@@ -572,7 +572,7 @@ def write(path: Path, device: Any, rows: list[tuple[str, Problem, float, float]]
     """A database of made-up times and row errors: kernel, problem, microseconds, error."""
     ones = torch.ones(4, 4, dtype=torch.float64)
     regime = dispatcher.default_regime(device)
-    run = RunFile.create(path, suite="test", command="test", harness_digest="0" * 64)
+    run = RowsAtOnce.create(path, suite="test", command="test", harness_digest="0" * 64)
     known = set()
     with run:
         for name, problem, latency, error in rows:

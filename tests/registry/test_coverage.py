@@ -19,8 +19,8 @@ from lokakern.registry.schema.records import (
 )
 from lokakern.registry.snapshot.loading import load_snapshot
 from lokakern.registry.snapshot.snapshot import Snapshot
-from lokakern.registry.storage.run_files import RunFile
 from lokakern.types import Device, Environment, Format, Operand, Problem
+from tests.support.rows_at_once import RowsAtOnce
 
 H200 = Device("nvidia", "NVIDIA H200", "sm_90", 132, 141)
 CPU = Device("cpu", "A CPU", "x86_64", 2, 4)
@@ -68,8 +68,8 @@ class Facts:
         with self._begin() as run:
             run.add_test_result(KernelRow.of(of), "sm_90", suite, Environment(), record)
 
-    def _begin(self) -> RunFile:
-        return RunFile.create(self.path, suite="s", command="c", harness_digest="h")
+    def _begin(self) -> RowsAtOnce:
+        return RowsAtOnce.create(self.path, suite="s", command="c", harness_digest="h")
 
     def snapshot(self) -> Snapshot:
         return load_snapshot([self.path] if self.path.exists() else [])

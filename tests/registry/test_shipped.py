@@ -32,7 +32,6 @@ from lokakern.registry.staleness import is_current
 from lokakern.registry.storage.merge import merge
 from lokakern.registry.storage.paths import shipped_databases
 from lokakern.registry.storage.reader import database_digest
-from lokakern.registry.storage.run_files import RunFile
 from lokakern.registry.unmeasured import NEW_KERNELS, NEW_OPS, UNMEASURED
 from lokakern.selection import dispatcher
 from lokakern.selection.candidates import (
@@ -44,6 +43,7 @@ from lokakern.selection.candidates import (
 )
 from lokakern.types import Device, Environment, ErrorBudget, Granularity
 from lokakern.workloads.suites import SUITES, Case
+from tests.support.rows_at_once import RowsAtOnce
 from tests.support.shipped import H100_FILE, H200_FILE
 
 H200 = "NVIDIA H200"
@@ -139,7 +139,7 @@ def complete(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = tmp_path_factory.mktemp("complete") / "with_test_results.sqlite"
     merge(shipped_databases(), copy)
     record = TestResultRecord(seeds="0", passed_count=1, failed_count=0, skipped_count=0)
-    with RunFile.create(copy, suite="tests", command="pytest", harness_digest="h") as run:
+    with RowsAtOnce.create(copy, suite="tests", command="pytest", harness_digest="h") as run:
         for kernel in KERNELS.values():
             run.add_test_result(kernel, "sm_90", "tests/test_a.py", Environment(), record)
     return copy

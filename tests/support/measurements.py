@@ -22,6 +22,7 @@ from lokakern.types import (
     Format,
     Problem,
 )
+from tests.support.rows_at_once import RowsAtOnce
 
 load_kernels()
 
@@ -52,7 +53,7 @@ class Book:
         self.grade = "full"
 
     def write(self, *rows: Any) -> Book:
-        run = RunFile.create(
+        run = RowsAtOnce.create(
             self.path, suite="test", command="test", harness_digest="0" * 64, grade=self.grade
         )
         with run:

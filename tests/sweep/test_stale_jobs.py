@@ -39,7 +39,6 @@ from lokakern.registry.schema.tables import COLUMNS, REFERENCES
 from lokakern.registry.snapshot.loading import SweepDatabase, load_snapshot
 from lokakern.registry.sqlite_file import FACTS
 from lokakern.registry.storage.reader import read_rows
-from lokakern.registry.storage.run_files import RunFile
 from lokakern.registry.storage.writer import write_file
 from lokakern.render import terminal
 from lokakern.selection import dispatcher
@@ -51,6 +50,7 @@ from lokakern.types import Device, Environment, Format
 from lokakern.workloads.distributions import DISTRIBUTIONS
 from lokakern.workloads.suites import SUITES, Case
 from tests.support.inline_worker import launches_take, run_tasks_here
+from tests.support.rows_at_once import RowsAtOnce
 
 load_kernels()
 SHAPES = ("--shape", "64,32,32", "--shape", "96,32,32")
@@ -392,8 +392,8 @@ class Facts:
                 current_device().architecture, current_environment(), record,
             )  # fmt: skip
 
-    def _begin(self) -> RunFile:
-        return RunFile.create(self.path, suite="s", command="c", harness_digest="h")
+    def _begin(self) -> RowsAtOnce:
+        return RowsAtOnce.create(self.path, suite="s", command="c", harness_digest="h")
 
     def staleness(self) -> Staleness:
         return Staleness(load_snapshot([self.path]), current_device(), "eager")

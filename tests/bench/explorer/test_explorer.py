@@ -24,7 +24,7 @@ from lokakern.registry.register import KERNELS, load_kernels
 from lokakern.registry.schema.records import DistributionRow, TimingRecord
 from lokakern.registry.schema.tables import TABLES, tables_of
 from lokakern.registry.sqlite_file import check_header
-from lokakern.registry.storage.run_files import RunFile
+from tests.support.rows_at_once import RowsAtOnce
 from tests.support.shipped import H200_FILE
 
 pytest.importorskip("datasette")
@@ -94,7 +94,7 @@ def test_a_slower_kernel_is_a_regression(tmp_path: Path) -> None:
     load_kernels()
     before = {16: 10.0, 32: 10.0, 48: 10.0}
     for when, times in ((noon, before), (noon + day, {16: 20.0, 32: 10.4, 48: 5.0, 64: 10.0})):
-        with RunFile.create(path, suite="s", command="c", harness_digest="h") as run:
+        with RowsAtOnce.create(path, suite="s", command="c", harness_digest="h") as run:
             for m, us in times.items():
                 timed(run, m, us, when)
     (regressed,) = slower_since(path, "2026-11-22")
@@ -108,7 +108,7 @@ def test_a_slower_kernel_is_a_regression(tmp_path: Path) -> None:
     assert not slower_since(path, "no day")
 
 
-def timed(run: RunFile, m: int, us: float, when_ms: int) -> None:
+def timed(run: RowsAtOnce, m: int, us: float, when_ms: int) -> None:
     record = TimingRecord(
         status="ok", latency_us_p20=us, latency_us_p50=us, latency_us_p80=us, replay_count=9,
         void_count=0, calls_per_replay=1, kernel_err=0.5, kernel_err_row_p99=0.5,

@@ -26,8 +26,8 @@ from lokakern.registry.snapshot.loading import load_snapshot
 from lokakern.registry.snapshot.snapshot import Snapshot
 from lokakern.registry.storage.merge import merge
 from lokakern.registry.storage.reader import database_digest
-from lokakern.registry.storage.run_files import RunFile
 from lokakern.types import Device, Environment, Format, Layout, Operand, Problem
+from tests.support.rows_at_once import RowsAtOnce
 
 H200 = Device("nvidia", "NVIDIA H200", "sm_90", 132, 141)
 SLICE = dataclasses.replace(H200, compute_units=16, memory_gib=18, partition="1g.18gb")
@@ -77,8 +77,8 @@ def outcome(failed_count: int = 0) -> TestResultRecord:
     )  # fmt: skip
 
 
-def begin(path: Path, grade: str = "full") -> RunFile:
-    return RunFile.create(path, suite="s", command="c", harness_digest="h", grade=grade)
+def begin(path: Path, grade: str = "full") -> RowsAtOnce:
+    return RowsAtOnce.create(path, suite="s", command="c", harness_digest="h", grade=grade)
 
 
 @pytest.fixture(scope="module")

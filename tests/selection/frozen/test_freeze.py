@@ -39,7 +39,6 @@ from lokakern.registry.register import KERNELS, load_kernels
 from lokakern.registry.schema.records import AccuracyRecord, TimingRecord
 from lokakern.registry.snapshot.loading import load_snapshot
 from lokakern.registry.snapshot.snapshot import Snapshot
-from lokakern.registry.storage.run_files import RunFile
 from lokakern.selection import dispatcher, misses, rank_agreement
 from lokakern.selection.frozen import file_format
 from lokakern.sweep.resume import distribution_row
@@ -56,6 +55,7 @@ from lokakern.types import (
     Rejected,
     Support,
 )
+from tests.support.rows_at_once import RowsAtOnce
 
 load_kernels()
 ROOT = Path(__file__).resolve().parents[3]
@@ -69,7 +69,7 @@ ROW_WEIGHT = Operand(Format.E4M3FN, Granularity.ROW, Layout.COLUMN)
 def write(path: Path, fp8_us: float = 4.0) -> Path:
     """Write GEMMs of 64 x 64 for m from 64 to 512: FP8 is slower at first and then faster."""
     ones = torch.ones(4, 4, dtype=torch.float64)
-    with RunFile.create(path, suite="t", command="t", harness_digest="0" * 64) as run:
+    with RowsAtOnce.create(path, suite="t", command="t", harness_digest="0" * 64) as run:
 
         def time(name: str, problem: Problem, us: float) -> None:
             run.add_timing(
