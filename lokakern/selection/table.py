@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
@@ -119,7 +119,10 @@ class Table:
         """Find where the winner changes: at measured m and where interpolated times cross."""
         starts = [0]
         measured = self.measured_m
-        pick = functools.cache(self.pick)  # asked for twice at most m: at the ends of two intervals
+        # What exceeds the budget wins nowhere, and whether a kernel takes a problem is slow to ask.
+        legal = [c for c in self.candidates if self._excess(c, self.problem, None) is None]
+        # Asked for twice at most m: at the ends of two intervals.
+        pick = functools.cache(functools.partial(self._pick, legal))
         for low, high in itertools.pairwise(measured):
             starts += _changes(low, high, pick)
         if measured:
@@ -142,10 +145,14 @@ class Table:
 
     def pick(self, m: int) -> Pick:
         """The choice at m with reasons, by the rules of `dispatch`."""
+        return self._pick(self.candidates, m)
+
+    def _pick(self, candidates: Sequence[Candidate], m: int) -> Pick:
+        """`pick`, with reasons against `candidates` alone, which hold all that may win."""
         rejected = list(self.rejected)
         timed: list[Timed] = []
         problem = replace(self.problem, m=self.like(m))
-        for candidate in self.candidates:
+        for candidate in candidates:
             found = candidate.time_at(m)
             reason = self._reason_against(candidate, problem, found[0] if found else None)
             if reason is None and found is None:
@@ -229,8 +236,10 @@ class Table:
         self, candidate: Candidate, problem: Problem, time: Time | None
     ) -> str | None:
         refusal = self._refusal(candidate, problem)
-        if refusal is not None:
-            return refusal
+        return self._excess(candidate, problem, time) if refusal is None else refusal
+
+    def _excess(self, candidate: Candidate, problem: Problem, time: Time | None) -> str | None:
+        """Why an error is not within the budget, which is so at every m."""
         if candidate.name == self.baseline or candidate.unquantized:
             return None  # every unquantized kernel is legal
         if self.budget is None:
