@@ -25,9 +25,12 @@ def predicting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     dispatcher.use_snapshot(None)
 
 
-def converted(k: int, n: int, budget: float = 0.06, inference: bool = True) -> Conversion:
+def converted(
+    k: int, n: int, budget: float = 0.06, inference: bool = True, device: str = "meta"
+) -> Conversion:
+    """A converted layer; routes need no data."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(k, n, dtype=torch.bfloat16))
+    model = nn.Sequential(nn.Linear(k, n, dtype=torch.bfloat16, device=device))
     return lokakern.convert(
         model, budget, inference=inference, device=H200, regime="compiled-graph"
     )
@@ -98,7 +101,7 @@ def test_a_budget_below_the_bound_quantizes_nothing() -> None:
 
 
 def test_a_predicted_layer_runs() -> None:
-    found = converted(*UNMEASURED)
+    found = converted(*UNMEASURED, device="cpu")
     layer = found.sites["0"].module
     x = torch.randn(16384, UNMEASURED[0], dtype=torch.bfloat16)[:4096]
     with torch.no_grad():

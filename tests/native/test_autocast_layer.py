@@ -365,7 +365,7 @@ CASES = st.builds(
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-@settings(max_examples=25)
+@settings(max_examples=5)  # beside those below, others each time
 @given(case=CASES)
 @example(case=Case())
 @example(case=Case(needs=(False, True, True)))
