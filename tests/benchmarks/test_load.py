@@ -89,7 +89,10 @@ def many_rows(count: int) -> Rows:
     }
 
 
-@pytest.fixture(scope="module", params=[1_000, 100_000], ids=["1k", "100k"])
+COUNTS = [pytest.param(1_000, id="1k"), pytest.param(100_000, id="100k", marks=pytest.mark.rest)]
+
+
+@pytest.fixture(scope="module", params=COUNTS)
 def database(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file of so many timings."""
     path = tmp_path_factory.mktemp("load") / "lokakern.sqlite"

@@ -147,7 +147,7 @@ def test_a_compiled_call_is_one_graph_with_the_bits_of_the_eager_call(
     call = CALLS[name]
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=dynamic)
     with torch.no_grad():
-        for m in (M, 16, 7):
+        for m in (M, 16, 7) if dynamic else (7,):  # each of the latter is a graph of its own
             same(compiled(X[:m], Y[:m]), call(X[:m], Y[:m]))
 
 

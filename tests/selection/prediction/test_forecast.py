@@ -161,13 +161,13 @@ def test_random_plausible_problems_are_answered(predicting: None) -> None:
     """95 % at least, of m from 256 to 262144, n and k from 16 to 8192, also odd ones."""
     draw = random.Random(3)
     answered = 0
-    for i in range(60):
+    for i in range(40):
         n, k = (round(2 ** draw.uniform(4, 13)) for _ in range(2))
         if i % 4:
             n, k = (-(-x // 16) * 16 for x in (n, k))
         choice = ask(round(2 ** draw.uniform(8, 18)), n, k)
         answered += choice.predicted is not None or not choice.is_miss
-    assert answered >= 57
+    assert answered >= 38
 
 
 def test_a_failure_measured_at_the_problem_bars_a_kernel(predicting: None, shipped) -> None:
