@@ -227,10 +227,8 @@ def one_of_two_ranks(rank: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return results_of_two_ranks(
-        "tests.distributed.test_ddp_compression", tmp_path_factory.mktemp("ranks")
-    )
+def found() -> list[dict[str, Any]]:
+    return results_of_two_ranks("tests.distributed.test_ddp_compression")
 
 
 def test_the_mean_arrives_and_is_the_same_on_all_ranks(found: list[dict[str, Any]]) -> None:

@@ -164,8 +164,8 @@ def trained(mesh: DeviceMesh) -> list[list[float]]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return results_of_two_ranks("tests.nn.test_tensor_parallel", tmp_path_factory.mktemp("ranks"))
+def found() -> list[dict[str, Any]]:
+    return results_of_two_ranks("tests.nn.test_tensor_parallel")
 
 
 @pytest.mark.parametrize(
