@@ -160,7 +160,7 @@ def team_of(columns: int, chunk: int) -> int:
 
 
 def launch_together(matrices: tuple[Matrix, ...], power_of_two: bool = False) -> None:
-    """Quantize matrices of one dtype in one launch, all by rows, or all column-major and by tiles."""
+    """Quantize matrices of one dtype in one launch: by rows, or column-major ones by tiles."""
     if matrices[0].granularity is Granularity.ROW:
         _launch_rows(matrices, power_of_two)
     else:
@@ -214,7 +214,7 @@ def _pointers(matrices: tuple[Matrix, ...], count: int) -> tuple[Tensor, ...]:
 def _supports(granularity: Granularity, problem: Problem, device: Device) -> Support:
     if problem.op == "quantize" and problem.a.layout is not Layout.COLUMN:
         return Rejected(
-            f"reads one matrix if it is column-major; cuda.quantize_{granularity.suffix} is for others"
+            f"reads one matrix if it is column-major; cuda.quantize_{granularity.suffix} is for others"  # noqa: E501
         )
     return supports(granularity, problem, device)
 
