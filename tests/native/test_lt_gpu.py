@@ -14,7 +14,7 @@ from torch import Tensor
 import lokakern
 from lokakern.functional.run import run
 from lokakern.native import replayed
-from lokakern.registry.register import KERNELS
+from lokakern.registry.register import KERNELS, load_kernels
 from lokakern.types import Granularity, QuantizedTensor
 from tests.support import native
 
@@ -44,6 +44,7 @@ def by_torch(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, fast: 
 
 
 def kernel_call(scales: str, fast: bool) -> Callable[..., Any]:
+    load_kernels()
     kernel = KERNELS[f"torch.scaled_mm_{scales}" + ("_fast" if fast else "")]
     return replayed(lambda a, b, bias=None: run(kernel, a, b, bias=bias))
 
