@@ -111,10 +111,10 @@ def stepper(built: Built, setting: Setting, *, whole: bool, before: int = 0) -> 
 
 def warm(replay: Callable[[], object]) -> None:
     """Make calls that compile and record; the first one begins to build the native library."""
-    for _ in range(2):
-        for _ in range(WARM_STEPS):
-            replay()
-        native.wait()
+    for _ in range(WARM_STEPS):
+        replay()
+    if native.wait():
+        warm(replay)
 
 
 @contextlib.contextmanager

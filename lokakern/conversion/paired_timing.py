@@ -184,10 +184,7 @@ class StepTimer:
         begun = self.now()
         self.switch(variant)
         with self._aside():
-            for _ in range(2):
-                for _ in range(WARM_STEPS):
-                    self.step()
-                native.wait()  # the first call begins a build, and calls are in Python until then
+            self._warm()
         self._synchronize()
         if self.graph:
             self._graphs[variant] = self._captured()
@@ -198,6 +195,12 @@ class StepTimer:
             once_us = min(self.step_us(variant) for _ in range(WARM_STEPS))
             self._steps = max(1, min(MOST_STEPS, math.ceil(WINDOW_US / max(once_us, 1.0))))
         return seconds
+
+    def _warm(self) -> None:
+        for _ in range(WARM_STEPS):
+            self.step()
+        if native.wait():  # the first call begins a build, and calls are in Python until then
+            self._warm()
 
     def step_us(self, variant: Variant) -> float:
         """Time of a step, the mean over a window."""

@@ -98,10 +98,14 @@ class _Native:
         except (OSError, RuntimeError) as error:  # no access to the cache, or no more threads
             self.reason = f"off: {error}"
 
-    def wait(self) -> None:
-        """Wait for a build that has begun."""
-        if self._builder is not None:
-            self._builder.join()
+    def wait(self) -> bool:
+        """Wait for a build that has begun; returns whether it was under way."""
+        builder = self._builder
+        if builder is None:
+            return False
+        was_under_way = builder.is_alive()
+        builder.join()
+        return was_under_way
 
     def _load(self, cxx: str) -> None:
         try:
@@ -147,9 +151,9 @@ def status() -> str:
     return NATIVE.reason if NATIVE.is_asked else NATIVE.outlook()
 
 
-def wait() -> None:
-    """Wait until the library is built, if its build has begun."""
-    NATIVE.wait()
+def wait() -> bool:
+    """Wait until the library is built, if its build has begun; returns whether it was under way."""
+    return NATIVE.wait()
 
 
 def forget() -> None:

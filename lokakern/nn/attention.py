@@ -59,7 +59,11 @@ class Attention(nn.MultiheadAttention):
         y, weights = self._attend(query, key, value, masks, need_weights, is_causal)
         if weights is not None and average_attn_weights:
             weights = weights.mean(dim=1)
-        return y.transpose(1, 0) if self.batch_first else y, weights
+        if self.batch_first:
+            y = y.transpose(1, 0)
+            if not self.training:  # as of torch's kernel for evaluation
+                y = y.contiguous()
+        return y, weights
 
     def _quantizes(
         self, query: Tensor, key: Tensor, value: Tensor, masks: Masks, is_causal: bool

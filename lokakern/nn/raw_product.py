@@ -15,6 +15,7 @@ from torch.compiler import is_compiling
 from torch.nn import functional
 
 from lokakern.errors import UnsupportedError
+from lokakern.functional.checks import warn_once
 from lokakern.nn.linear import Routed, _fits, _is_sharded, _is_without_data, _way, warn_unfit
 from lokakern.nn.raw_pattern import ADDMM, LEFT, LINEAR, MM, Matrix, reads_turned, roles_of
 from lokakern.nn.routed_matmul import is_known
@@ -35,6 +36,7 @@ class RawProduct(Routed):
         super().__init__()
         self.owner = (owner,)  # no child
         self.matrix, self.has_bias = matrix, has_bias
+        self._frozen_of: tuple[nn.Parameter | None] = (None,)  # no parameter of this module
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -122,6 +124,14 @@ class RawProduct(Routed):
         """Whether rows ``[..., k]`` are quantized, to be multiplied by a weight of this dtype."""
         if not self._plan or not _is_dense(x, weight):
             return False
+        # A compiler has other objects in the place of parameters.
+        if self.is_frozen and not is_compiling() and self._found() is not self._frozen_of[0]:
+            warn_once(
+                f"{self.matrix.parameter} of a converted {type(self.owner[0]).__name__} is another "
+                "parameter than the one that was quantized: its products are unquantized until the "
+                "conversion is refreshed (handle.refresh())"
+            )
+            return False
         if not _fits(x.dtype, weight.dtype, x.device.type):
             if not is_compiling():
                 warn_unfit(x, weight)
@@ -132,6 +142,7 @@ class RawProduct(Routed):
 
     def freeze(self) -> None:
         if self.is_there:
+            self._frozen_of = (self.parameter,)
             self.freeze_weight(self.weight)
         else:  # nothing calls it, as the module is not as it was traced
             self.thaw()

@@ -41,7 +41,9 @@ PLAIN = ""  # the unquantized route
 # 292 us in separate kernels, and 208 and 314 in one; 4096 columns take 78 and 53. Sizes between
 # 4096 and 10240 were not timed.
 LONGEST_HERE = 8192
-READS_ONCE = "cuda.quantize_row"
+READS_ONCE = ("cuda.quantize_row", "cuda.quantize_together_row")
+# It reads column-major operands; a vector is row-major and column-major at once.
+BY_TILES = "cuda.quantize_together_group"
 _LIBRARY = torch.library.Library("lokakern", "FRAGMENT")
 # Traced functions name what they use of torch, not torch: a compiled model compares in each call,
 # slowly, whether a module that is named in two places is still the same.
@@ -256,7 +258,7 @@ def form_of_left(route: str, m: int, k: int) -> str:
 
 def is_left_to_kernel(route: str, m: int, k: int) -> bool:
     """Whether the composition's quantizer is faster than a compiler's for k columns."""
-    return k > LONGEST_HERE and kernel_named(kernel_at(route, m)).parts[0] == READS_ONCE
+    return k > LONGEST_HERE and kernel_named(kernel_at(route, m)).parts[0] in READS_ONCE
 
 
 @functools.cache
@@ -484,6 +486,9 @@ def _multiply_fake(
 
 def _weight_gradient(grad: Tensor, x: Tensor, route: str) -> Tensor:
     """``grad.t() @ x`` by the kernel of a route at the number of rows."""
+    is_vector = grad.shape[1] == 1 or x.shape[1] == 1
+    if is_vector and kernel_at(route, grad.shape[0]).startswith(BY_TILES):
+        return torch.mm(grad.t().to(torch.bfloat16), x.to(torch.bfloat16))
     return _multiply(grad.t(), x, None, None, None, route)
 
 

@@ -211,8 +211,9 @@ def dispatch(
     3. Time: measured, or interpolated between measured m of the same (n, k) and marked.
        Without any, a fitted model predicts times, and the Choice is marked `predicted`. A kernel
        that quantizes is then chosen only where the lower end of its speedup is above 1.
-    4. The shortest time wins. In a tie the lower error wins, then the name; so an FP8 kernel is
-       chosen only if it is faster than the unquantized one beyond noise.
+    4. The shortest time wins. In a tie the lower error wins, then operands that one launch
+       quantizes, then the name; so an FP8 kernel is chosen only if it is faster than the
+       unquantized one beyond noise.
 
     For a prepared weight (``prepared=True``) without a description (``b=``), each form that
     `prepare_weight` makes is considered: tensorwise, rowwise and blockwise (128x128) scaling. The

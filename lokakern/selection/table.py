@@ -15,7 +15,7 @@ from lokakern.registry.register import KERNELS, Kernel, kernels_for
 from lokakern.sampled_check import Watch
 from lokakern.selection.candidates import Candidate, Time
 from lokakern.selection.measured_neighbors import sizes_of
-from lokakern.selection.ties import Timed, break_tie
+from lokakern.selection.ties import TOGETHER, Timed, break_tie
 from lokakern.types import Device, ErrorBudget, Granularity, Problem, alignment_of
 
 if TYPE_CHECKING:
@@ -187,7 +187,9 @@ class Table:
         chosen, tied = break_tie(timed, limit)
         for other in timed:
             if other is not chosen:
-                words = "tied, larger error or later name" if other in tied else "slower"
+                words = (
+                    "tied, larger error, more launches or later name" if other in tied else "slower"
+                )
                 words += f": {_us_words(other.time)}"
                 words += ", estimated" if other.candidate.estimated else ""
                 rejected.append((other.candidate.name, words))
@@ -265,6 +267,9 @@ class Table:
 
     def _refusal(self, candidate: Candidate, problem: Problem) -> str | None:
         """Why a kernel does not support a problem."""
+        if problem.prepared and TOGETHER in candidate.name:
+            apart = candidate.name.replace(TOGETHER, "quantize")
+            return f"launches what {apart} does where the weight is prepared"
         kernel = candidate.kernel
         return None if kernel is None else kernel.refusal(problem, self.device)
 
@@ -314,9 +319,13 @@ class Table:
             if usable:
                 note = f"no error is known of what was timed there: nothing is within {self.budget}"
 
-        def order(kernel: Kernel) -> tuple[bool, bool, int, str]:
+        def order(kernel: Kernel) -> tuple[bool, bool, int, bool, str]:
             is_unmeasured = self.device.architecture in kernel.unmeasured
-            return kernel.language == "torch", is_unmeasured, len(kernel.parts), kernel.name
+            # Quantizes a column-major matrix in one launch instead of four.
+            is_apart = problem.b is not None or TOGETHER not in kernel.name
+            return (
+                kernel.language == "torch", is_unmeasured, len(kernel.parts), is_apart, kernel.name
+            )  # fmt: skip
 
         kernels = kernels_for(problem.op, self.device) if self.callable_here else ()
         for kernel in sorted(kernels, key=order):

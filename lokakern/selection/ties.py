@@ -1,9 +1,8 @@
 """How ties are broken: which times tie, and which of the tied kernels dispatch chooses.
 
 Times within 3 % are ties, and times within their noise are, up to 5 %. A tie goes to the
-unquantized kernel, then to the smaller error, then to the shorter time: kernels of one numerics
-have equal errors, and differ in launches. A kernel that is slower than the fastest unquantized one
-never ties with it.
+unquantized kernel, then to the smaller error, then to operands that one launch quantizes, then to
+the first name. A kernel that is slower than the fastest unquantized one never ties with it.
 """
 
 from __future__ import annotations
@@ -18,6 +17,8 @@ if TYPE_CHECKING:
 # 8369 times of two H200s differed by 1.1 % in the median and by 4 % at the 90th percentile. Of 1318
 # choices 10 differed with a floor of 1 %, 2 of them without a marked tie; with 3 %, 6 and 1.
 TIE_FLOOR = 0.03
+# In names of kernels that quantize both operands in one launch (decision 048).
+TOGETHER = "quantize_together"
 TIE_CEILING = 0.05  # times that differ more are no ties, however few the replays
 
 
@@ -45,10 +46,15 @@ def break_tie(timed: Sequence[Timed], limit: str) -> tuple[Timed, Sequence[Timed
         and (x.candidate.unquantized or x.time.latency_us <= plain_us)
     ]
 
-    def order(x: Timed) -> tuple[bool, float, float, str]:
+    def order(x: Timed) -> tuple[bool, float, bool, str]:
         error = x.candidate.errors.get(limit, math.inf)
         error = -error if limit == "sqnr_db" else error
-        return not x.candidate.unquantized, error, x.time.latency_us, x.candidate.name
+        return (
+            not x.candidate.unquantized,
+            error,
+            TOGETHER not in x.candidate.name,
+            x.candidate.name,
+        )
 
     return min(tied, key=order), tied
 

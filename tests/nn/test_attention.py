@@ -261,6 +261,7 @@ def test_unusual_calls_run_the_forward_of_torch_and_say_so(
         assert "is_causal" in told[-1]
     assert len(told) == 6 and not products
     monkeypatch.setattr("lokakern.nn.attention.warn_once", checks.warn_once)
+    checks.warn_once.cache_clear()
     with torch.no_grad(), pytest.warns(UserWarning, match="multiplies unquantized"):
         found = torch.func.vmap(lambda x: model(x, x, x, need_weights=False)[0])(x[:, None])
     assert error(found[:, 0], plain(x, x, x, need_weights=False)[0].detach()) < 0.02
@@ -401,6 +402,26 @@ def test_exported_attentions(strict: bool, is_self: bool) -> None:
 
 
 # --- conversions
+
+
+def test_a_replaced_projection_is_not_multiplied_by_its_old_weight() -> None:
+    model = attention_of(batch_first=True).eval()
+    x = inputs_of(model, True)[0].detach()
+    with torch.no_grad():
+        handle = forced(model, inference=True)
+        other = nn.Linear(WIDTH, WIDTH).bfloat16()
+        plain = copy.deepcopy(handle.undo() or model)
+        handle = forced(model, inference=True)
+        model.out_proj.weight = nn.Parameter(other.weight.clone())
+        plain.out_proj.weight = nn.Parameter(other.weight.clone())
+        checks.warn_once.cache_clear()
+        with pytest.warns(UserWarning, match="out_proj.weight .* is another parameter"):
+            stale = model(x, x, x)[0]
+        expected = plain(x, x, x)[0]
+        assert 0 < error(stale, expected) < 0.1 and stale.is_contiguous()
+        handle.refresh()
+        assert not torch.equal(model(x, x, x)[0], stale)
+        assert error(model(x, x, x)[0], expected) < 0.1
 
 
 @pytest.mark.parametrize("is_self", [True, False])

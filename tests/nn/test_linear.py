@@ -649,3 +649,23 @@ def test_ddp_fsdp2_and_activation_checkpoints_train_equally() -> None:
     saved = Saved(model_of())
     compiled = torch.compile(saved, backend="aot_eager", fullgraph=True)
     assert losses(saved, compiled) == expected
+
+
+@pytest.mark.parametrize("quantizer", ["cuda.quantize_row", "cuda.quantize_together_row"])
+def test_long_rows_are_left_to_the_quantizer_that_reads_them_once(quantizer: str) -> None:
+    route = f"row;16:0={quantizer}+torch.scaled_mm_row_fast;1:0="
+    assert routed_matmul.is_left_to_kernel(route, 8192, 10240)
+    assert not routed_matmul.is_left_to_kernel(route, 8192, 4096)
+
+
+@pytest.mark.parametrize("n", [1, 16])
+def test_gradients_of_vectors_are_not_quantized_by_tiles(
+    n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A vector is row-major and column-major at once, and those kernels need one of both."""
+    route = "none;16:0=cuda.quantize_together_group+cuda.scaled_gemm_group;1:0="
+    monkeypatch.setattr(routed_matmul, "_multiply", lambda *_: None)
+    x, grad = torch.randn(32, 48).bfloat16(), torch.randn(n, 32).bfloat16().t()
+    found = routed_matmul._weight_gradient(grad, x, route)
+    assert (found is None) == (n != 1)
+    assert found is None or torch.equal(found, grad.t() @ x)

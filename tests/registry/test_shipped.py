@@ -415,8 +415,21 @@ def test_an_h100_has_times_of_its_own_and_the_errors_of_both_files(every_shipped
         assert found[H100].latency_us != found[H200].latency_us
     dispatcher.use_snapshot(load_snapshot([H100_FILE]))
     alone = lokakern.dispatch("gemm", (8192, 4096, 4096), 0.06, device=H100)
-    assert alone.kernel == "torch.bf16", "errors of products are in the file of the H200"
-    assert "error not measured" in alone.rejected["cuda.quantize_row+cuda.scaled_gemm_row"]
+    assert alone.kernel.startswith("cuda.quantize_together_row"), "its errors are in this file"
+
+
+def test_one_name_stands_for_launches_that_are_equal(every_shipped: None) -> None:
+    """With a prepared weight, kernels that quantize operands together launch what others do."""
+    together = "cuda.quantize_together_row"
+    for n in (2048, 4096):
+        both, one = (
+            lokakern.dispatch("gemm", (8192, n, n), 0.06, device=H100, prepared=prepared)
+            for prepared in (False, True)
+        )
+        assert both.kernel.startswith(together), both.kernel
+        assert not one.kernel.startswith(together), one.kernel
+        told = {name: why for name, why in one.rejected.items() if name.startswith(together)}
+        assert told and all("launches what cuda.quantize_row+" in why for why in told.values())
 
 
 @pytest.mark.rest
