@@ -1,7 +1,7 @@
 """Op ``gemm`` as two launches: one quantizes both operands, then a scaled GEMM.
 
 `lokakern.kernels.compositions` has a launch for each operand, and four for a column-major one by
-rows. On a host where a launch takes 11 us, a training step of ten products spends 0.2 ms there.
+rows, which the host pays for where no CUDA graph holds them.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import lokakern
+from lokakern.problems import make_problem
 from lokakern.registry import digests, libraries, staleness
 from lokakern.registry.coverage import Gap, coverage_of, missing_evidence
 from lokakern.registry.register import KERNELS, load_kernels
@@ -41,7 +42,7 @@ from lokakern.selection.candidates import (
     LIMIT_COLUMNS,
     WIDE,
 )
-from lokakern.types import Device, Environment, ErrorBudget, Granularity
+from lokakern.types import Device, Environment, ErrorBudget, Format, Granularity, Layout, Operand
 from lokakern.workloads.suites import SUITES, Case
 from tests.support.rows_at_once import RowsAtOnce
 from tests.support.shipped import H100_FILE, H200_FILE
@@ -430,6 +431,19 @@ def test_one_name_stands_for_launches_that_are_equal(every_shipped: None) -> Non
         assert not one.kernel.startswith(together), one.kernel
         told = {name: why for name, why in one.rejected.items() if name.startswith(together)}
         assert told and all("launches what cuda.quantize_row+" in why for why in told.values())
+
+
+@pytest.mark.parametrize(("layout", "kernel"), [
+    (Layout.ROW, "cuda.quantize_row"), (Layout.COLUMN, "cuda.quantize_together_row"),
+])  # fmt: skip
+def test_columns_of_a_size_without_times_are_quantized_in_one_launch(
+    every_shipped: None, layout: Layout, kernel: str
+) -> None:
+    (device,) = (x for x in dispatcher.snapshot().devices if x.product == H100)
+    x = Operand(Format.BFLOAT16, Granularity.NONE, layout, 16)
+    problem = make_problem("quantize", (3333, 4111), a=x)
+    pick = dispatcher.unquantized_table(problem, device).pick(problem.m)
+    assert pick.name == kernel and "nothing was measured" in pick.note
 
 
 @pytest.mark.rest
