@@ -16,9 +16,7 @@ void* library() {
 
 template <typename Function>
 Function symbol(const char* name) {
-  auto* found = reinterpret_cast<Function>(dlsym(library(), name));
-  if (!found) throw LaunchFailure(std::string("NVIDIA's driver has no ") + name);
-  return found;
+  return reinterpret_cast<Function>(driver_symbol(name));
 }
 
 Driver loaded() {
@@ -32,15 +30,17 @@ Driver loaded() {
 Driver replaced{};
 bool is_replaced = false;
 
-int call(const char* name, auto... arguments) {
-  return symbol<int (*)(decltype(arguments)...)>(name)(arguments...);
-}
-
 void check(int failed, const std::string& doing) {
   if (failed) throw LaunchFailure(doing + ": " + error_text(failed));
 }
 
 }  // namespace
+
+void* driver_symbol(const char* name) {
+  void* const found = dlsym(library(), name);
+  if (!found) throw LaunchFailure(std::string("NVIDIA's driver has no ") + name);
+  return found;
+}
 
 const Driver& driver() {
   if (is_replaced) return replaced;
@@ -56,18 +56,18 @@ void use_driver(LaunchKernel launch, EncodeTiled encode, Memset32 fill) {
 std::string error_text(int failed) {
   if (is_replaced) return "error " + std::to_string(failed);
   const char *name = nullptr, *text = nullptr;
-  call("cuGetErrorName", failed, &name);
-  call("cuGetErrorString", failed, &text);
+  call_driver("cuGetErrorName", failed, &name);
+  call_driver("cuGetErrorString", failed, &text);
   return std::string(name ? name : "unknown error") + " (" + std::to_string(failed) +
          "): " + (text ? text : "");
 }
 
 void use_context(int device) {
   void* context = nullptr;
-  check(call("cuCtxGetCurrent", &context), "cuCtxGetCurrent");
+  check(call_driver("cuCtxGetCurrent", &context), "cuCtxGetCurrent");
   if (context) return;
-  check(call("cuDevicePrimaryCtxRetain", &context, device), "cuDevicePrimaryCtxRetain");
-  check(call("cuCtxSetCurrent", context), "cuCtxSetCurrent");
+  check(call_driver("cuDevicePrimaryCtxRetain", &context, device), "cuDevicePrimaryCtxRetain");
+  check(call_driver("cuCtxSetCurrent", context), "cuCtxSetCurrent");
 }
 
 void* current_stream(int device) {
@@ -91,7 +91,7 @@ bool is_capturing(void* stream) {
 }
 
 int exchange_capture_mode(int mode) {
-  call("cuThreadExchangeStreamCaptureMode", &mode);
+  call_driver("cuThreadExchangeStreamCaptureMode", &mode);
   return mode;
 }
 
@@ -102,36 +102,36 @@ void* load_kernel(std::string_view cubin, const std::string& entry, int64_t shar
   use_context(device);
   void *library = nullptr, *kernel = nullptr, *function = nullptr;
   int mode = kRelaxed;
-  call("cuThreadExchangeStreamCaptureMode", &mode);
+  call_driver("cuThreadExchangeStreamCaptureMode", &mode);
   const auto load = [&] {
-    check(call("cuLibraryLoadData", &library, static_cast<const void*>(cubin.data()),
+    check(call_driver("cuLibraryLoadData", &library, static_cast<const void*>(cubin.data()),
                static_cast<void*>(nullptr), static_cast<void*>(nullptr), 0u,
                static_cast<void*>(nullptr), static_cast<void*>(nullptr), 0u),
           "loading " + entry);
-    check(call("cuLibraryGetKernel", &kernel, library, entry.c_str()), "finding " + entry);
+    check(call_driver("cuLibraryGetKernel", &kernel, library, entry.c_str()), "finding " + entry);
     if (shared_bytes > 48 * 1024)
-      check(call("cuKernelSetAttribute", kMaxDynamicSharedBytes, static_cast<int>(shared_bytes),
+      check(call_driver("cuKernelSetAttribute", kMaxDynamicSharedBytes, static_cast<int>(shared_bytes),
                  kernel, device),
             "shared memory of " + entry);
     if (cluster > 8)
-      check(call("cuKernelSetAttribute", kNonPortableCluster, 1, kernel, device),
+      check(call_driver("cuKernelSetAttribute", kNonPortableCluster, 1, kernel, device),
             "clusters of " + entry);
-    check(call("cuKernelGetFunction", &function, kernel), "loading " + entry);
+    check(call_driver("cuKernelGetFunction", &function, kernel), "loading " + entry);
   };
   try {
     load();
   } catch (...) {
-    call("cuThreadExchangeStreamCaptureMode", &mode);
+    call_driver("cuThreadExchangeStreamCaptureMode", &mode);
     throw;
   }
-  call("cuThreadExchangeStreamCaptureMode", &mode);
+  call_driver("cuThreadExchangeStreamCaptureMode", &mode);
   return function;
 }
 
 std::string device_name(int device) {
   std::array<char, 256> name{};
-  check(call("cuInit", 0u), "cuInit");
-  check(call("cuDeviceGetName", name.data(), static_cast<int>(name.size()), device),
+  check(call_driver("cuInit", 0u), "cuInit");
+  check(call_driver("cuDeviceGetName", name.data(), static_cast<int>(name.size()), device),
         "the name of GPU " + std::to_string(device));
   return name.data();
 }

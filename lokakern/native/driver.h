@@ -1,5 +1,7 @@
 #pragma once
 
+#include <string>
+
 #include "plan.h"
 
 namespace lokakern {
@@ -11,6 +13,7 @@ struct Driver {
 };
 
 constexpr int kInvalidContext = 201;
+constexpr int64_t kMostParameterBytes = 4096;  // of a kernel
 
 const Driver& driver();
 std::string error_text(int failed);
@@ -29,5 +32,11 @@ bool is_capturing(void* stream);
 // Sets what this thread may call while others capture, CUstreamCaptureMode; returns the former.
 int exchange_capture_mode(int mode);
 std::string device_name(int device);
+// The address of a function of the driver. Raises LaunchFailure.
+void* driver_symbol(const char* name);
+// Calls a function of the driver that no test replaces; returns its status.
+int call_driver(const char* name, auto... arguments) {
+  return reinterpret_cast<int (*)(decltype(arguments)...)>(driver_symbol(name))(arguments...);
+}
 
 }  // namespace lokakern

@@ -82,6 +82,17 @@ void check_status(int status, const char* doing) {
     throw LaunchFailure(std::string(doing) + " of cuBLASLt returned " + std::to_string(status));
 }
 
+// In the order of captured launches; a workspace follows.
+constexpr uint32_t kWorkspace = 6;
+
+std::vector<uint64_t> addresses_of(const Operands& operands) {
+  std::vector<uint64_t> found;
+  for (const void* x : {operands.a, operands.b, operands.a_scale, operands.b_scale, operands.bias,
+                        static_cast<const void*>(operands.out)})
+    found.push_back(reinterpret_cast<uint64_t>(x));
+  return found;
+}
+
 void* handle_of(const Lt& to, c10::Device device) {
   static std::mutex mutex;
   static std::array<void*, 129> handles{};  // for good; a device's index fits into a byte
@@ -89,6 +100,13 @@ void* handle_of(const Lt& to, c10::Device device) {
   void*& handle = handles[device.is_cuda() ? device.index() + 1 : 0];
   if (!handle) check_status(to.create(&handle), "cublasLtCreate");
   return handle;
+}
+
+// Of all addresses; a power of two divides each if it divides this.
+uint64_t low_bits(const Operands& operands) {
+  uint64_t bits = 0;
+  for (const uint64_t address : addresses_of(operands)) bits |= address;
+  return bits;
 }
 
 int lt_dtype(at::ScalarType dtype) { return dtype == at::kFloat8_e5m2 ? kE5M2 : kE4M3; }
@@ -142,25 +160,25 @@ bool Product::is_possible(c10::Device device) { return device.is_cuda() || is_lt
 bool Product::multiply(const Operands& operands, void* stream) {
   if (state_.load(std::memory_order_acquire) == kRefused) return false;
   // Algorithms may ask for aligned operands, and torch may choose another one for fewer SMs.
-  uintptr_t addresses = 0;
-  for (const void* x : {operands.a, operands.b, operands.a_scale, operands.b_scale, operands.bias,
-                        static_cast<const void*>(operands.out)})
-    addresses |= reinterpret_cast<uintptr_t>(x);
-  if (addresses % kOperandAlignment || at::globalContext()._SMCarveout_EXPERIMENTAL()) return false;
-  std::unique_lock lock(mutex_, std::defer_lock);
+  const uint64_t alignment = low_bits(operands);
+  if (alignment % kOperandAlignment || at::globalContext()._SMCarveout_EXPERIMENTAL()) return false;
   if (state_.load(std::memory_order_acquire) == kUnknown) {
-    if (!lock.try_lock()) return false;  // another thread finds out
+    const std::unique_lock lock(mutex_, std::try_to_lock);
+    if (!lock) return false;  // another thread finds out
     if (state_.load(std::memory_order_acquire) == kUnknown) check(operands.out, stream);
     if (state_.load(std::memory_order_acquire) != kKept) return false;
-  } else {
-    lock.lock();
   }
+  if (captured_ && !(alignment % CapturedLaunches::kAlignment)) {
+    launch(operands, stream);
+    return true;
+  }
+  const std::lock_guard lock(mutex_);
   launch(operands, stream);
   return true;
 }
 
 void Product::check(void* out, void* stream) {
-  std::string reason;
+  std::string reason, not_captured;
   try {
     lt_ = &lt();
     if (lt_->is_capturing(stream)) return;
@@ -192,9 +210,22 @@ void Product::check(void* out, void* stream) {
         set_pointers(operands);  // the heuristic asks whether there are some
         choose();
       }
-      launch(operands, stream);
-      if (!found.equal(expected.view(at::kShort)))
-        throw LaunchFailure("cuBLASLt and torch give different bits");
+      const auto is_same = [&] {
+        launch(operands, stream);
+        return found.equal(expected.view(at::kShort));
+      };
+      captured_.reset();
+      if (!is_same()) throw LaunchFailure("cuBLASLt and torch give different bits");
+      if (not_captured.empty() && device_.is_cuda()) {
+        try {
+          capture();
+          found.fill_(-1);  // NaN
+          if (!is_same()) throw LaunchFailure("captured launches give different bits");
+        } catch (const std::exception& error) {
+          not_captured = error.what();
+          captured_.reset();
+        }
+      }
     }
   } catch (const c10::Error& error) {  // torch's operator does it, or says what is wrong
     reason = error.what_without_backtrace();
@@ -204,6 +235,8 @@ void Product::check(void* out, void* stream) {
   const std::lock_guard lock(counts_mutex);
   if (reason.empty()) {
     ++counts.kept;
+    counts.captured += captured_.has_value();
+    if (!not_captured.empty()) counts.uncaptured_reason = not_captured;
   } else {
     ++counts.refused;
     counts.reason = reason;
@@ -292,17 +325,43 @@ void Product::launch(const Operands& operands, void* stream) {
     use_context(device_.index());
     ready = device_.index();
   }
+  at::Tensor workspace;
+  if (found_.workspace_bytes && (!captured_ || captured_->uses(kWorkspace)))
+    workspace = allocate(static_cast<int64_t>(found_.workspace_bytes), at::kByte, device_);
+  void* const start = workspace.defined() ? workspace.data_ptr() : nullptr;
+  if (!captured_) {
+    launch_by_lt(operands, start, stream);
+    return;
+  }
+  auto addresses = addresses_of(operands);
+  addresses.push_back(reinterpret_cast<uint64_t>(start));
+  captured_->launch(addresses, device_.index(), stream);
+}
+
+void Product::launch_by_lt(const Operands& operands, void* workspace, void* stream) {
   set_pointers(operands);
   constexpr float one = 1, zero = 0;
-  at::Tensor workspace;
-  if (found_.workspace_bytes)
-    workspace = allocate(static_cast<int64_t>(found_.workspace_bytes), at::kByte, device_);
   check_status(
       lt_->multiply(handle_, product_.get(), &one, operands.b, b_.get(), operands.a, a_.get(),
                     &zero, operands.out, out_.get(), operands.out, out_.get(), found_.algorithm,
-                    workspace.defined() ? workspace.data_ptr() : nullptr, found_.workspace_bytes,
-                    stream),
+                    workspace, found_.workspace_bytes, stream),
       "cublasLtMatmul");
+}
+
+void Product::capture() {
+  const auto [a_scale, b_scale] = scales();
+  const auto bytes_of = [](const at::Tensor& x) { return x.storage().nbytes(); };
+  const auto bytes = [](int64_t rows, int64_t stride) {
+    return static_cast<uint64_t>(rows) * static_cast<uint64_t>(stride);
+  };
+  const std::vector<uint64_t> sizes{
+      bytes(form_.m, form_.a_stride), bytes(form_.n, form_.b_stride), bytes_of(a_scale),
+      bytes_of(b_scale), form_.has_bias ? bytes(form_.n, 2) : 0, bytes(form_.m, form_.n * 2),
+      found_.workspace_bytes};
+  captured_.emplace(sizes, [&](const std::vector<uint64_t>& addresses, void* stream) {
+    const auto at = [&](size_t place) { return reinterpret_cast<void*>(addresses[place]); };
+    launch_by_lt({at(0), at(1), at(2), at(3), at(4), at(5)}, at(kWorkspace), stream);
+  });
 }
 
 // Finite FP8 numbers of all magnitudes, [rows, k] with this stride. Where they cancel, the second

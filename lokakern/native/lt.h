@@ -14,6 +14,8 @@
 #include <utility>
 #include <vector>
 
+#include "captured.h"
+
 namespace lokakern {
 
 // The functions of cuBLASLt that are called; they return a status, 0 for success.
@@ -44,10 +46,11 @@ inline constexpr size_t kLtFunctions = sizeof(Lt) / sizeof(void*);
 // Replaces cuBLASLt for later plans, of CPU tensors too; none: the real one. For tests.
 void use_lt(const std::vector<uint64_t>& functions);
 
-// How many products are launched with their own plan and how many by torch, and why the last.
+// How many products are launched with their own plan and how many by torch, and why the last. Of
+// those with a plan, how many are launched without cuBLASLt, and why the last other one is not.
 struct LtCounts {
-  int64_t kept, refused;
-  std::string reason;
+  int64_t kept, refused, captured;
+  std::string reason, uncaptured_reason;
 };
 LtCounts lt_counts();
 
@@ -82,8 +85,9 @@ class Product {
   //
   // The first call outside of a capture finds out whether torch gives the same bits: it allocates
   // operands of the same layouts, multiplies them both ways and waits for the comparison. Only
-  // then is the product launched, in this call and all later ones. Threads may call at once.
-  // Raises LaunchFailure.
+  // then is the product launched, in this call and all later ones: without cuBLASLt if what it
+  // launches could be captured and gives these bits, too. Threads may call at once. Raises
+  // LaunchFailure.
   bool multiply(const Operands& operands, void* stream);
 
  private:
@@ -93,8 +97,10 @@ class Product {
   void check(void* out, void* stream);
   void make();
   void choose();
+  void capture();
   void set_pointers(const Operands& operands);
   void launch(const Operands& operands, void* stream);
+  void launch_by_lt(const Operands& operands, void* workspace, void* stream);
   at::Tensor matrix(int64_t rows, int64_t stride, at::ScalarType dtype, uint64_t seed,
                     bool cancels, bool is_negated) const;
   at::Tensor numbers(int64_t count, uint64_t seed) const;
@@ -107,6 +113,7 @@ class Product {
   const c10::Device device_;
   std::atomic<State> state_{kUnknown};
   std::mutex mutex_;  // pointers to scales are part of cuBLASLt's descriptor
+  std::optional<CapturedLaunches> captured_;
   const Lt* lt_ = nullptr;
   void* handle_ = nullptr;
   Owned product_{nullptr, nullptr}, a_{nullptr, nullptr}, b_{nullptr, nullptr},

@@ -35,7 +35,6 @@ at::Tensor allocate(int64_t elements, at::ScalarType dtype, c10::Device device) 
 namespace {
 
 constexpr int64_t kAlignment = 512;  // of parts of an arena, as of the caching allocator
-constexpr int64_t kMostParameterBytes = 4096;
 constexpr int64_t kMost = 1 << 20;  // of anything that a plan counts
 constexpr size_t kAttributeBytes = 72;
 

@@ -5,6 +5,7 @@
 
 #include <unordered_set>
 
+#include "captured.h"
 #include "driver.h"
 #include "layer.h"
 #include "ops.h"
@@ -467,8 +468,21 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     py::dict made;
     made["kept"] = found.kept;
     made["refused"] = found.refused;
+    made["captured"] = found.captured;
     made["reason"] = found.reason;
+    made["uncaptured_reason"] = found.uncaptured_reason;
     return made;
+  });
+  // (place, operand, offset) of each word, for tests.
+  module.def("address_words", [](const std::vector<py::bytes>& parameters,
+                                 const std::vector<std::vector<uint64_t>>& addresses,
+                                 const std::vector<uint64_t>& bytes) {
+    std::vector<std::vector<uint8_t>> captures;
+    for (const std::string_view x : parameters) captures.emplace_back(x.begin(), x.end());
+    std::vector<std::tuple<uint32_t, uint32_t, uint64_t>> found;
+    for (const AddressWord& x : address_words(captures, addresses, bytes))
+      found.emplace_back(x.place, x.operand, x.offset);
+    return found;
   });
   module.def("load_plans", &load_plans, py::call_guard<py::gil_scoped_release>());
 }

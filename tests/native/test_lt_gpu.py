@@ -136,3 +136,27 @@ def test_threads_and_streams_share_a_product(library: Any) -> None:
     for thread in threads:
         thread.join()
     assert found == [True] * 80 and decided(library) == before + 1
+
+
+@pytest.mark.parametrize(
+    ("scales", "fast"),
+    [("tensor", True), ("tensor", False), ("row", True), ("row", False), ("block", False)],
+)
+def test_products_are_launched_without_cublaslt(scales: str, fast: bool, library: Any) -> None:
+    before, call = library.lt_counts(), kernel_call(scales, fast)
+    for _ in range(4):
+        a, b = operands(2048, 512, 1024, scales)
+        assert torch.equal(call(a, b), by_torch(a, b, None, fast))
+    found = library.lt_counts()
+    assert found["captured"] == before["captured"] + 1, found["uncaptured_reason"]
+
+
+def test_addresses_that_are_less_aligned_are_left_to_cublaslt(library: Any) -> None:
+    """Such as rows of a larger matrix."""
+    call, step = kernel_call("row", True), 7
+    wide, b = operands(2048 + step, 512, 1040, "row")
+    assert wide.scale is not None
+    for _ in range(6):
+        a = QuantizedTensor(wide.data[step:], wide.scale[step:].clone(), wide.granularity)
+        assert a.data.data_ptr() % 256 and not a.data.data_ptr() % 16
+        assert torch.equal(call(a, b), by_torch(a, b, None, True))
