@@ -11,12 +11,14 @@
 #     TORCH=2.12.0           another torch than constraints.txt names
 #     JOBS=4                 processes that test
 #     ARGS="-k store"        for pytest
+#     PART=2/4               of test-all: the second of four parts
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 JOBS ?= auto
 ARGS ?=
+PART ?=
 
 BIN := $(VENV)/bin
 # What is installed, for which torch; as old as the file that says what to install.
@@ -46,7 +48,7 @@ test: $(FOR_DEV)
 
 # 5: ARGS names tests that are all in the core.
 test-all: $(FOR_DEV)
-	$(BIN)/python -m pytest -m rest -n $(JOBS) --dist worksteal $(ARGS) $(if $(ARGS),|| [ $$? = 5 ])
+	$(BIN)/python -m pytest -m rest -n $(JOBS) --dist worksteal $(if $(PART),--part $(PART)) $(ARGS) $(if $(ARGS),|| [ $$? = 5 ])
 
 lint: $(FOR_DEV)
 	$(BIN)/ruff check .

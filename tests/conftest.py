@@ -4,6 +4,8 @@ A test is in the core, which ``make test`` runs in minutes, unless it is marked 
 test-all`` runs those. ``sample(every=n, of=("name",))`` marks most cases of a parametrized test
 ``rest``: of the cases that share the values of the parameters ``of``, the first of each n stays.
 
+``--part 2/4`` keeps the second of four parts of the tests, drawn by their names.
+
 With ``--evidence FILE`` a run on a GPU leaves a row in FILE for each kernel and test module: how
 many of the module's tests that take the kernel as ``name`` passed, failed and were skipped there.
 Tests on the CPU leave none. A module says with ``SEEDS`` what its tests draw from.
@@ -49,6 +51,7 @@ _FOLDER = pytest.StashKey[Path]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", metavar="N/OF", help="only the Nth of so many parts of the tests")
     parser.addoption(
         "--evidence", metavar="FILE", help="database that gets this GPU run's result of each kernel"
     )
@@ -83,6 +86,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("evidence"):
         _name_subjects(items)
     _sample(items)
+    _keep_part(config, items)
     for_gpus = [item for item in items if item.get_closest_marker("gpu")]
     if not for_gpus:
         return
@@ -91,6 +95,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not torch.cuda.is_available():
         for item in for_gpus:
             item.add_marker(pytest.mark.skip(reason=NEEDS_A_GPU), append=False)
+
+
+def _keep_part(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the tests of other parts."""
+    part = config.getoption("part")
+    if not part:
+        return
+    place, _, count = part.partition("/")
+    if not (place.isdecimal() and count.isdecimal() and 1 <= int(place) <= int(count)):
+        raise pytest.UsageError(f"--part is {part!r}; expected such as 2/4")
+
+    def part_of(item: pytest.Item) -> int:
+        digest = hashlib.sha256(item.nodeid.encode()).digest()
+        return int.from_bytes(digest[:8], "big") % int(count) + 1
+
+    others = [item for item in items if part_of(item) != int(place)]
+    items[:] = [item for item in items if part_of(item) == int(place)]
+    config.hook.pytest_deselected(items=others)
 
 
 def _sample(items: Iterable[pytest.Item]) -> None:

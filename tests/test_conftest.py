@@ -292,3 +292,29 @@ def test_options_that_would_invalidate_evidence_raise(
     assert ran.returncode == 4
     assert why in ran.stderr
     assert not file.exists()
+
+
+def test_parts_are_disjoint_and_complete() -> None:
+    """Whatever the order in which tests are collected."""
+
+    class Item:
+        def __init__(self, nodeid: str) -> None:
+            self.nodeid = nodeid
+
+    def names_of(part: str, given: list[str]) -> set[str]:
+        gone: list[Any] = []
+        hook = SimpleNamespace(pytest_deselected=lambda items: gone.extend(items))
+        config = SimpleNamespace(getoption=lambda _: part, hook=hook)
+        items = [Item(name) for name in given]
+        CONFTEST["_keep_part"](config, items)
+        assert {x.nodeid for x in (*items, *gone)} == set(given)
+        return {x.nodeid for x in items}
+
+    names = [f"tests/test_a.py::test_{i}" for i in range(400)]
+    parts = [names_of(f"{i}/4", names) for i in (1, 2, 3, 4)]
+    assert set.union(*parts) == set(names) and sum(map(len, parts)) == len(names)
+    assert min(map(len, parts)) > 70
+    assert names_of("2/4", names[::-1]) == parts[1] and names_of("", names) == set(names)
+    for wrong in ("0/4", "5/4", "2", "a/4", "1/0"):
+        with pytest.raises(pytest.UsageError, match="expected such as 2/4"):
+            names_of(wrong, names)
