@@ -233,7 +233,7 @@ std::optional<at::Tensor> tensor_in(PyObject* object) {
 
 struct Names {
   PyObject *parameters, *buffers, *weight, *bias, *fp8_data, *fp8_views, *held, *plan, *kept,
-      *gathered, *has_parameter;
+      *gathered, *has_parameter, *modules, *forward, *hooks, *pre_hooks;
 };
 
 const Names& names() {
@@ -241,7 +241,9 @@ const Names& names() {
     const auto name = [](const char* text) { return PyUnicode_InternFromString(text); };
     return Names{name("_parameters"), name("_buffers"),     name("weight"), name("bias"),
                  name("fp8_data"),    name("_fp8_views"),   name("held_weight"), name("_plan"),
-                 name("_kept"),       name("_gathered"), name("_has_parameter")};
+                 name("_kept"),       name("_gathered"), name("_has_parameter"),
+                 name("_modules"),    name("forward"),       name("_forward_hooks"),
+                 name("_forward_pre_hooks")};
   }();
   return made;
 }
@@ -349,6 +351,141 @@ PyObject* call_layer(PyObject*, PyObject* const* given, Py_ssize_t count) {
       y = quantized(*x, *weight, bias, data, scale, *routes, has_grad, is_recorded);
     else
       y = at::linear(*x, is_held ? *held : *weight, bias);
+  }
+  return THPVariable_Wrap(std::move(y));
+}
+
+// --- chains of layers
+
+namespace {
+
+PyObject* dict_of(PyObject* object) {
+  PyObject** const place = _PyObject_GetDictPtr(object);
+  return place ? *place : nullptr;
+}
+
+bool is_empty(PyObject* dict) { return dict && PyDict_Check(dict) && !PyDict_GET_SIZE(dict); }
+
+// Whether a call of a module runs only its class's forward, and its attributes are those of
+// ``fact``: module, class, names and objects of attributes that it has, and names of others.
+bool is_unchanged(PyObject* fact, PyObject* owner) {
+  PyObject* const given = PyTuple_GET_ITEM(fact, 0);
+  PyObject* const module = given == Py_None ? owner : given;
+  PyObject* const dict = dict_of(module);
+  if (reinterpret_cast<PyObject*>(Py_TYPE(module)) != PyTuple_GET_ITEM(fact, 1) || !dict ||
+      !is_empty(item(dict, names().hooks)) || !is_empty(item(dict, names().pre_hooks)) ||
+      item(dict, names().forward))
+    return false;
+  PyObject* const present = PyTuple_GET_ITEM(fact, 2);
+  for (Py_ssize_t i = 0; i + 1 < PyTuple_GET_SIZE(present); i += 2)
+    if (item(dict, PyTuple_GET_ITEM(present, i)) != PyTuple_GET_ITEM(present, i + 1)) return false;
+  PyObject* const absent = PyTuple_GET_ITEM(fact, 3);
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(absent); ++i)
+    if (item(dict, PyTuple_GET_ITEM(absent, i))) return false;
+  return true;
+}
+
+// What a module has under a name in one of its dictionaries, such as "_buffers"; or null.
+PyObject* held_by(PyObject* place, PyObject* owner) {
+  PyObject* const module = PyTuple_GET_ITEM(place, 0);
+  return item(item(dict_of(module == Py_None ? owner : module), PyTuple_GET_ITEM(place, 1)),
+              PyTuple_GET_ITEM(place, 2));
+}
+
+bool is_bfloat16_on(const at::Tensor& tensor, const at::Tensor& x) {
+  return tensor.scalar_type() == at::kBFloat16 && tensor.device() == x.device();
+}
+
+}  // namespace
+
+PyObject* call_chain(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  if (count != 4 || !PyTuple_Check(given[1]) || PyTuple_GET_SIZE(given[1]) < 5 ||
+      !PyTuple_Check(given[3])) {
+    PyErr_SetString(PyExc_TypeError, "call_chain: expected a tensor, a recipe, a module, a tuple");
+    return nullptr;
+  }
+  PyObject* const recipe = given[1];
+  PyObject *const plan = PyTuple_GET_ITEM(recipe, 0), *const facts = PyTuple_GET_ITEM(recipe, 1),
+           *const children = PyTuple_GET_ITEM(recipe, 2),
+           *const operands = PyTuple_GET_ITEM(recipe, 3),
+           *const unread = PyTuple_GET_ITEM(recipe, 4), *const owner = given[2],
+           *const beside = given[3];
+  if (reinterpret_cast<PyObject*>(Py_TYPE(given[0])) != THPVariableClass) Py_RETURN_NONE;
+  const at::Tensor x = THPVariable_Unpack(given[0]);  // which another thread may release
+  if (!is_usual(x, x) || x.scalar_type() != at::kBFloat16 || x.dim() < 2 || !is_usual_state() ||
+      at::autocast::is_autocast_enabled(x.device().type()))
+    Py_RETURN_NONE;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(facts); ++i)
+    if (!is_unchanged(PyTuple_GET_ITEM(facts, i), owner)) Py_RETURN_NONE;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(children); ++i) {
+    PyObject* const child = PyTuple_GET_ITEM(children, i);
+    if (held_by(child, owner) != PyTuple_GET_ITEM(child, 3)) Py_RETURN_NONE;
+  }
+  bool has_grad = x.requires_grad();
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(unread); ++i) {
+    const auto tensor = tensor_in(held_by(PyTuple_GET_ITEM(unread, i), owner));
+    if (!tensor || !is_bfloat16_on(*tensor, x)) Py_RETURN_NONE;
+    has_grad |= tensor->requires_grad();
+  }
+  // The signature of call_op, by the operands that the modules have now.
+  const Py_ssize_t inner = PyTuple_GET_SIZE(operands), outer = PyTuple_GET_SIZE(beside);
+  c10::SmallVector<at::Tensor, 40> held;
+  held.reserve(inner + outer + 1);  // so that none moves
+  Words words;
+  Inputs inputs;
+  const auto add = [&](const at::Tensor& tensor) {
+    held.push_back(tensor);
+    words.push_back(1);
+    if (tensor.device() != x.device() || !add_tensor(held.back(), inputs, words)) return false;
+    inputs.push_back(&held.back());
+    return true;
+  };
+  words.push_back(x.device().index());
+  add_text("lokakern::routed_chain", words);
+  if (has_grad && c10::GradMode::is_enabled()) Py_RETURN_NONE;
+  if (!add(rows_of(x))) Py_RETURN_NONE;
+  words.append({6, inner + outer});
+  for (Py_ssize_t i = 0; i < inner; ++i) {
+    PyObject* const place = PyTuple_GET_ITEM(operands, i);
+    if (place == Py_None) {
+      words.push_back(0);
+      continue;
+    }
+    PyObject* const kind = PyTuple_GET_ITEM(place, 3);  // None, bytes (False) or bfloat16 (True)
+    PyObject* const object = held_by(place, owner);
+    if (kind == Py_None) {
+      if (object != Py_None) Py_RETURN_NONE;
+      words.push_back(0);
+      continue;
+    }
+    const auto tensor = tensor_in(object);
+    if (!tensor || (kind == Py_True && !is_bfloat16_on(*tensor, x)) || !add(*tensor))
+      Py_RETURN_NONE;
+    has_grad |= kind == Py_True && tensor->requires_grad();
+  }
+  for (Py_ssize_t i = 0; i < outer; ++i) {
+    const auto tensor = tensor_in(PyTuple_GET_ITEM(beside, i));
+    if (!tensor || !is_usual(*tensor, x) || !is_bfloat16_on(*tensor, x) ||
+        tensor->dim() != x.dim() ||
+        tensor->sizes().slice(0, x.dim() - 1) != x.sizes().slice(0, x.dim() - 1))
+      Py_RETURN_NONE;
+    has_grad |= tensor->requires_grad();
+    if ((has_grad && c10::GradMode::is_enabled()) || !add(rows_of(*tensor))) Py_RETURN_NONE;
+  }
+  if (has_grad && c10::GradMode::is_enabled()) Py_RETURN_NONE;
+  Py_ssize_t size = 0;
+  const char* const text = PyUnicode_AsUTF8AndSize(plan, &size);  // kept in the object
+  if (!text) return nullptr;
+  words.push_back(5);
+  add_text({text, static_cast<size_t>(size)}, words);
+  const auto entry = book().find(words);
+  if (!entry->plan) Py_RETURN_NONE;
+  Results results;
+  at::Tensor y;
+  {
+    const pybind11::gil_scoped_release others;  // a launch waits where the queue is full
+    entry->plan->run(inputs, results);
+    y = shaped(results[0], x);
   }
   return THPVariable_Wrap(std::move(y));
 }

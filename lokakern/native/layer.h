@@ -10,4 +10,10 @@ namespace lokakern {
 // Raises C++ exceptions, such as LaunchFailure.
 PyObject* call_layer(PyObject*, PyObject* const* given, Py_ssize_t count);
 
+// call_chain(x, recipe, owner, beside): the output of a chain by a `lokakern.nn.chain_call.Recipe`,
+// or None where its modules changed, where x or a tensor ``beside`` is unusual, where a gradient is
+// needed, and where the call has no plan. ``owner`` stands for None among the modules of the recipe.
+// Raises C++ exceptions, such as LaunchFailure.
+PyObject* call_chain(PyObject*, PyObject* const* given, Py_ssize_t count);
+
 }  // namespace lokakern

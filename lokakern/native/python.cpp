@@ -343,10 +343,11 @@ PyObject* call_op(PyObject*, PyObject* const* given, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-PyObject* layer(PyObject* module, PyObject* const* given, Py_ssize_t count) {
+template <PyObject* (*call)(PyObject*, PyObject* const*, Py_ssize_t)>
+PyObject* launching(PyObject* module, PyObject* const* given, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   try {
-    return call_layer(module, given, count);
+    return call(module, given, count);
   } catch (const LaunchFailure& error) {
     PyErr_SetString(launch_error, error.what());
     return nullptr;
@@ -355,8 +356,10 @@ PyObject* layer(PyObject* module, PyObject* const* given, Py_ssize_t count) {
 }
 
 PyMethodDef op_method = {"call_op", reinterpret_cast<PyCFunction>(call_op), METH_FASTCALL, nullptr};
-PyMethodDef layer_method = {"call_layer", reinterpret_cast<PyCFunction>(layer), METH_FASTCALL,
-                            nullptr};
+PyMethodDef layer_method = {"call_layer", reinterpret_cast<PyCFunction>(launching<call_layer>),
+                            METH_FASTCALL, nullptr};
+PyMethodDef chain_method = {"call_chain", reinterpret_cast<PyCFunction>(launching<call_chain>),
+                            METH_FASTCALL, nullptr};
 PyMethodDef replay_method = {"replay", reinterpret_cast<PyCFunction>(replay), METH_FASTCALL,
                              nullptr};
 
@@ -415,6 +418,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   }, py::arg("type"), py::arg("error"), py::arg("constants") = py::tuple());
   module.add_object("call_op", PyCFunction_New(&op_method, nullptr));
   module.add_object("call_layer", PyCFunction_New(&layer_method, nullptr));
+  module.add_object("call_chain", PyCFunction_New(&chain_method, nullptr));
   module.add_object("replay", PyCFunction_New(&replay_method, nullptr));
   module.def("inputs", [](py::tuple args, py::dict kwargs) {
     Call call;

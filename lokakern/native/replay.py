@@ -34,6 +34,7 @@ class _Native:
         self.module: Any = None
         self.replay: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None = None
         self.call_layer: Callable[..., Any] | None = None  # see layer.h
+        self.call_chain: Callable[..., Any] | None = None  # as call_layer
         self.call_op: Callable[..., Any] | None = None  # see python.cpp
         self.reason = "not used yet"
         self.generation = 0  # of choices
@@ -44,6 +45,8 @@ class _Native:
 
     def ask(self) -> None:
         """Load the library, or begin to build it; once."""
+        if self.is_asked:
+            return
         with self._lock:
             is_first, self.is_asked = not self.is_asked, True
         if is_first:
@@ -124,7 +127,7 @@ class _Native:
         scratch.on_owned(module.own)
         self.module, self.reason = module, reason
         self.replay, self.call_layer = module.replay, module.call_layer
-        self.call_op = module.call_op
+        self.call_op, self.call_chain = module.call_op, module.call_chain
 
 
 NATIVE = _Native()

@@ -7,7 +7,9 @@ torch, for other dtypes, for m without launches, and where a layer, a hook or a 
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, bfloat16, is_grad_enabled, nn
@@ -17,10 +19,19 @@ from torch.nn import Parameter
 from lokakern import sampled_check
 from lokakern.epilogue import norm_form
 from lokakern.functional.checks import is_traced
+from lokakern.native import NATIVE
 from lokakern.nn.block_rms_norm import BlockRMSNorm
 from lokakern.nn.chain_plan import ChainLayer, ChainStep, Steps, read_plan, steps_at
-from lokakern.nn.linear import ALTERED, HELD, OFFLOADED, Linear, fuse_quantizers
-from lokakern.nn.routed_chain import run_chain
+from lokakern.nn.linear import (
+    ALTERED,
+    CHAIN_DATA,
+    CHAIN_SCALE,
+    HELD,
+    OFFLOADED,
+    Linear,
+    fuse_quantizers,
+)
+from lokakern.nn.routed_chain import replay_chain, run_chain
 from lokakern.nn.routed_matmul import is_known, prepare_to_be_compiled
 from lokakern.registry.register import kernel_named
 from lokakern.types import Granularity
@@ -29,6 +40,67 @@ Part = tuple[Linear, nn.Module | None, str]  # a layer, its norm, and its activa
 Words = list[str]  # of a layer of a plan, see `_layer_words`
 _BETWEEN_WORDS, _BETWEEN_LAYERS = "\0", "\1"
 _NONE = "none"
+_MOST_RECIPES = 8  # of a module: a few m each for a few chains
+# What a call of a chain reads of its modules' attributes, beside hooks and ``forward``. Of tensors,
+# which are in dictionaries of their own, attributes of the same name would be read instead.
+_READS: dict[type[nn.Module], tuple[str, ...]] = {
+    Linear: (
+        "in_features", "out_features", "_plan", "_chain_scales", "activation", "weight", "bias",
+        "fp8_data", "fp8_scale", "norm",
+    ),
+    nn.LayerNorm: ("normalized_shape", "eps", "weight", "bias"),
+    nn.RMSNorm: ("normalized_shape", "eps", "weight"),
+    BlockRMSNorm: ("norm_name", "columns", "eps"),
+    nn.Dropout: ("training",),
+}  # fmt: skip
+_OPERAND, _BYTES = True, False  # kinds of operands of a recipe; None: the module has none
+
+
+class Recipe(NamedTuple):
+    """What the slow path found for a chain, for `call_chain` of ``lokakern/native/layer.h``.
+
+    It names tensors by modules and does not hold them: a parameter may be replaced or moved. None
+    stands for the module that keeps the recipe, which would else be a cycle.
+
+    Attributes:
+        plan: The plan.
+        facts: For each module its class, the names and values of what was read of it, and names
+            that it does not have.
+        children: Module, "_modules", name and child, for what was read of a layer's children.
+        operands: Module, dictionary, name and kind of each operand; None for an absent one.
+        unread: As ``operands``, parameters that have to be as usual and that no launch reads.
+        among: As of `Keeper`.
+        end: As of `Keeper`.
+    """
+
+    plan: str
+    facts: tuple[tuple[nn.Module | None, type, tuple[Any, ...], tuple[str, ...]], ...]
+    children: tuple[tuple[nn.Module | None, str, str, nn.Module], ...]
+    operands: tuple[tuple[nn.Module | None, str, str, bool | None] | None, ...]
+    unread: tuple[tuple[nn.Module | None, str, str], ...]
+    among: tuple[nn.Module, ...]
+    end: int
+
+
+class Keeper(NamedTuple):
+    """Where the recipe of a chain is kept.
+
+    Attributes:
+        module: The module that keeps it, as ``_chain_recipes``.
+        among: The modules of a sequence, or the layers of a cross after the first one.
+        place: In a sequence the place of the chain's first module.
+        end: In a sequence the place after the chain.
+    """
+
+    module: nn.Module
+    among: tuple[nn.Module, ...] = ()
+    place: int = 0
+    end: int = 0
+
+
+def are_same(modules: tuple[nn.Module | None, ...], known: tuple[nn.Module | None, ...]) -> bool:
+    """Whether both have the same modules."""
+    return len(modules) == len(known) and all(map(operator.is_, modules, known))
 
 
 def is_plain_call(module: nn.Module) -> bool:
@@ -55,6 +127,121 @@ def layers_at(x: Tensor, plan: str) -> list[Words]:
         found = chain_way(plan, x.shape[:-1].numel(), x.dtype, x.device.type)
     words = [layer.split(_BETWEEN_WORDS) for layer in found.split(_BETWEEN_LAYERS)] if found else []
     return words if words and x.shape[-1] == int(words[0][1]) else []
+
+
+def rows_in(x: Any) -> int:
+    """The rows of an input, or -1 for what is no usual tensor."""
+    if type(x) is not Tensor or torch._C._get_tracing_state() is not None:
+        return -1
+    if x.dim() == 2:
+        return x.size(0)
+    return -1 if x.is_nested else x.shape[:-1].numel()
+
+
+def is_idle_at(plan: str, m: int) -> bool:
+    """Whether a plan, if any, has no launches at m."""
+    return not plan or (m >= 0 and not _words_at(plan, m))
+
+
+def call_again(
+    keeper: nn.Module, x: Tensor, plan: str, among: tuple[nn.Module, ...] = (),
+    beside: tuple[Tensor, ...] = (), place: int = 0,
+) -> tuple[Tensor | None, int]:  # fmt: skip
+    """The output of a chain that was called before, and the place after it; in eager mode only.
+
+    The output is None where anything changed since, see `Recipe`.
+
+    Args:
+        keeper: The module that keeps the recipe.
+        x: As of `call_parts`.
+        plan: As of `call_parts`.
+        among: As of `Keeper`.
+        beside: As of `call_parts`.
+        place: As of `Keeper`.
+    """
+    recipes: dict[Any, Recipe] | None = keeper._chain_recipes  # type: ignore[assignment]
+    call = NATIVE.call_chain
+    if not recipes or call is None or type(x) is not Tensor or is_traced():
+        return None, 0
+    module = nn.modules.module
+    if module._global_forward_hooks or module._global_forward_pre_hooks:
+        return None, 0
+    recipe = recipes.get((place, plan, _words_at(plan, rows_in(x))))
+    if recipe is None or not (recipe.among is among or are_same(recipe.among, among)):
+        return None, 0
+    return call(x, recipe, keeper, beside), recipe.end
+
+
+def _keep(
+    keeper: Keeper, x: Tensor, plan: str, layers: Sequence[Words], parts: Sequence[Part]
+) -> None:
+    """Keep how a chain was called, for `call_again`."""
+    made = _recipe_of(keeper, plan, layers, parts)
+    if made is None:
+        return
+    recipes: dict[Any, Recipe] = keeper.module._chain_recipes or {}  # type: ignore[assignment]
+    if len(recipes) >= _MOST_RECIPES:
+        recipes = {}
+    key = (keeper.place, plan, _words_at(plan, rows_in(x)))
+    vars(keeper.module)["_chain_recipes"] = {**recipes, key: made}
+
+
+def _recipe_of(
+    keeper: Keeper, plan: str, layers: Sequence[Words], parts: Sequence[Part]
+) -> Recipe | None:
+    """The recipe of a chain; None if something that a call reads may be changed in place."""
+
+    def named(module: nn.Module) -> nn.Module | None:
+        return None if module is keeper.module else module
+
+    children: list[tuple[nn.Module | None, str, str, nn.Module]] = []
+    operands: list[tuple[nn.Module | None, str, str, bool | None] | None] = []
+    unread: list[tuple[nn.Module | None, str, str]] = []
+    modules: dict[int, nn.Module] = {id(x): x for x in keeper.among[keeper.place : keeper.end]}
+    for (layer, norm, _), words in zip(parts, layers, strict=True):
+        granularity, reads_weight = words[7], bool(words[8])
+        modules[id(layer)] = layer
+        if norm is not None:
+            modules[id(norm)] = norm
+            if layer._modules.get("norm") is norm:
+                children.append((named(layer), "_modules", "norm", norm))
+        weight = (named(layer), "_parameters", "weight")
+        operands.append((*weight, _OPERAND) if reads_weight else None)
+        if not reads_weight:
+            unread.append(weight)
+        data, scale = CHAIN_DATA + granularity, CHAIN_SCALE + granularity
+        if granularity == _NONE:
+            operands += [None, None]
+        else:
+            pair = ("fp8_data", "fp8_scale") if layer._freezes(granularity) else (data, scale)
+            operands += [(named(layer), "_buffers", name, _BYTES) for name in pair]
+        vectors: list[tuple[nn.Module | None, str]] = [(layer, "bias")]
+        vectors.append((norm if isinstance(norm, nn.LayerNorm | nn.RMSNorm) else None, "weight"))
+        vectors.append((norm if isinstance(norm, nn.LayerNorm) else None, "bias"))
+        for owner, name in vectors:
+            if owner is None:
+                operands.append(None)
+            else:
+                kind = None if getattr(owner, name) is None else _OPERAND
+                operands.append((named(owner), "_parameters", name, kind))
+    facts = []
+    for module in modules.values():
+        kinds = (kind for kind in type(module).__mro__ if kind in _READS)
+        names = _READS.get(next(kinds, nn.Module), ())
+        if isinstance(module, Linear):
+            names += tuple(
+                name for name in module._buffers if name.startswith((CHAIN_DATA, CHAIN_SCALE))
+            )
+        own = vars(module)
+        present = [item for name in names if name in own for item in (name, own[name])]
+        if not all(isinstance(x, int | float | str | tuple) for x in present[1::2]):
+            return None
+        absent = tuple(name for name in names if name not in own)
+        facts.append((named(module), type(module), tuple(present), absent))
+    return Recipe(
+        plan, tuple(facts), tuple(children), tuple(operands), tuple(unread), keeper.among,
+        keeper.end,
+    )  # fmt: skip
 
 
 def chain_way(plan: str, m: int, dtype: torch.dtype, device: str) -> str:
@@ -156,7 +343,7 @@ def _vectors(part: Part) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
 
 def call_parts(
     x: Tensor, plan: str, layers: Sequence[Words], parts: Sequence[Part],
-    beside: Sequence[Tensor] = (),
+    beside: Sequence[Tensor] = (), keeper: Keeper | None = None,
 ) -> Tensor | None:  # fmt: skip
     """The output of a chain, or None where its modules have to run one by one.
 
@@ -166,6 +353,7 @@ def call_parts(
         layers: Those of `layers_at`.
         parts: The modules of each layer.
         beside: x0 and x of a cross, which is the last layer's; none without one.
+        keeper: Where a replayed call is kept for `call_again`.
     """
     operands: list[Tensor | None] = []
     for part, words in zip(parts, layers, strict=True):
@@ -200,7 +388,10 @@ def call_parts(
     if is_compiling():
         fuse_quantizers()  # and the direct call of the op
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    y = run_chain(rows, operands, plan)
+    replayed = None if is_compiling() else replay_chain(rows, operands, plan)
+    if replayed is not None and keeper is not None:
+        _keep(keeper, x, plan, layers, parts)
+    y = run_chain(rows, operands, plan) if replayed is None else replayed
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
 

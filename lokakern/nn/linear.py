@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -36,7 +37,9 @@ from lokakern.nn.routed_matmul import (
 from lokakern.nn.token_mixing import CAST, HALF, KINDS, mix_tokens, mixes, with_aligned_layout
 
 PLAIN_ROUTES = (PLAIN, PLAIN, PLAIN)
-_DERIVED = ("_kept", "_fp8_views", "_gathering", "_weight_scale", "_gathered", "_plan")
+_DERIVED = (
+    "_kept", "_fp8_views", "_gathering", "_weight_scale", "_gathered", "_plan", "_chain_recipes",
+)  # fmt: skip
 # Flags of a plan, see `Routed.changed`, in this order.
 ALTERED, HELD, FROZEN, OFFLOADED = "altered", "held", "frozen", "offloaded"
 _BETWEEN = "\0"  # between the parts of a plan
@@ -129,6 +132,8 @@ class Routed(nn.Module):
     # Owner and granularity of FP8 weights that chains read, see `Linear.keep_chain_weight`.
     _chain_weights: tuple[tuple[str, str], ...] = ()
     _chain_scales: tuple[str, ...] = ()  # granularities of these that the newest choice admits
+    # How chains that begin here were called, see `lokakern.nn.chain_call.call_again`.
+    _chain_recipes: dict[Any, Any] | None = None
     # For a weight that FSDP2 gathers as FP8, see `lokakern.distributed.fsdp2_gather`: the owner of
     # the scales, the scale, and the gathered weight.
     _gathering: Any = None
@@ -533,6 +538,20 @@ def words_of(route: str) -> str:
     return "; ".join(found)
 
 
+def quantizes(plan: str, m: int) -> bool:
+    """Whether a product of a plan reads FP8 at m, in this mode of autograd."""
+    return _quantizes(plan, m, is_grad_enabled())
+
+
+@functools.lru_cache(maxsize=4096)
+def _quantizes(plan: str, m: int, is_training: bool) -> bool:
+    if not plan:
+        return False
+    flags, _, *routes = plan.split(_BETWEEN)
+    asked = tuple(routes) if is_training else (routes[0],)
+    return OFFLOADED in flags or quantizes_at(asked, m)
+
+
 def _described(plan: str) -> list[tuple[str, bool, list[list[tuple[int, bool]]]]] | None:
     """What ``layer.h`` reads of a plan: by product the route, whether it is checked, and its m."""
     flags, _, *routes = plan.split(_BETWEEN)
@@ -596,10 +615,15 @@ class Linear(nn.Linear, Routed):
         plan = self._plan
         if not plan:  # the usual case, with little overhead
             return linear(input, self.weight, self.bias)
-        if not is_compiling() and NATIVE.call_layer is not None and not input_scale:
-            y = NATIVE.call_layer(self, input, _described)
-            if y is not None:
-                return y  # type: ignore[no-any-return]
+        if not is_compiling():
+            if NATIVE.call_layer is None:
+                # No op that asks may run at this m.
+                if not NATIVE.is_asked and isinstance(input, Tensor) and input.is_cuda:
+                    NATIVE.ask()
+            elif not input_scale:
+                y = NATIVE.call_layer(self, input, _described)
+                if y is not None:
+                    return y  # type: ignore[no-any-return]
         if plan.startswith("altered"):
             return self._altered(input, input_scale)
         if is_compiling():
@@ -747,6 +771,7 @@ class Linear(nn.Linear, Routed):
     def _renew_chain_weights(self) -> None:
         """Quantize the weight for chains anew, in the same memory if possible."""
         newest = {self._choices[-1].key, OWN_CHAIN} if self._choices else None
+        vars(self).pop("_chain_recipes", None)
         self._chain_scales = tuple(
             dict.fromkeys(x for owner, x in self._chain_weights if not newest or owner in newest)
         )

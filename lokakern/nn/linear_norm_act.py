@@ -7,12 +7,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.nn import functional
 
 from lokakern.epilogue import ACTIVATIONS
 from lokakern.errors import UnknownNameError, UnsupportedError
 from lokakern.nn.block_rms_norm import BlockRMSNorm
-from lokakern.nn.chain_call import call_parts, is_part, layers_at, prepare_chains, words_of_plan
+from lokakern.nn.chain_call import (
+    Keeper,
+    call_again,
+    call_parts,
+    is_part,
+    layers_at,
+    prepare_chains,
+    words_of_plan,
+)
 from lokakern.nn.chain_plan import read_plan
 from lokakern.nn.linear import OWN_CHAIN, Linear
 from lokakern.norm import Norm, norm_named
@@ -99,10 +108,15 @@ class LinearNormAct(Linear):
         """``[..., n]``; a residual is added before the norm."""
         chain = self._chain
         if chain and residual is None and not input_scale:
+            if not is_compiling():
+                y, _ = call_again(self, input, chain)
+                if y is not None:
+                    return y
             parts = [(self, self.norm, self.activation)]
             layers = layers_at(input, chain)
             if layers and is_part(parts[0], layers[0]):
-                y = call_parts(input, chain, layers, parts)
+                keeper = None if is_compiling() else Keeper(self)
+                y = call_parts(input, chain, layers, parts, keeper=keeper)
                 if y is not None:
                     return y
         y = super().forward(input, input_scale)

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 from torch.nn import functional
 
 from lokakern.chain.launches import Matrix, empty_matrix, kernel_on, launcher_of, read_as
@@ -139,14 +138,16 @@ def run_chain(x: Tensor, operands: Sequence[Tensor | None], plan: str) -> Tensor
         ``[m, n]`` with the n of the last layer, bfloat16. Where the plan has no launches at this m,
         the layers are computed unquantized, each as its modules would.
     """
-    if not is_compiling():
-        call = NATIVE.call_op  # without the dispatcher, which modes of functions would see
-        if call is not None and not torch._C._is_torch_function_mode_enabled():
-            found = call("lokakern::routed_chain", x, operands, plan)
-            if found is not None:
-                return found  # type: ignore[no-any-return]
     out: Tensor = OPS.routed_chain(x, operands, plan)
     return out
+
+
+def replay_chain(x: Tensor, operands: Sequence[Tensor | None], plan: str) -> Tensor | None:
+    """`run_chain` in C++ without the dispatcher, in eager mode; None where the call has no plan."""
+    call = NATIVE.call_op
+    if call is None or torch._C._is_torch_function_mode_enabled():  # which sees the dispatcher
+        return None
+    return call("lokakern::routed_chain", x, operands, plan)  # type: ignore[no-any-return]
 
 
 def _chain(x: Tensor, operands: Sequence[Tensor | None], plan: str) -> Tensor:

@@ -11,8 +11,8 @@ chain, in one op (`lokakern.nn.routed_chain`).
 
 from __future__ import annotations
 
+import functools
 import itertools
-import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -22,20 +22,25 @@ from torch.compiler import is_compiling
 from lokakern.errors import UnsupportedError
 from lokakern.nn.block_rms_norm import BlockRMSNorm
 from lokakern.nn.chain_call import (
+    Keeper,
     Part,
     Words,
+    are_same,
+    call_again,
     call_parts,
     has_norm_and_activation,
+    is_idle_at,
     is_part,
     is_plain_call,
     layers_at,
     prepare_chains,
+    rows_in,
     words_of_plan,
 )
 from lokakern.nn.chain_plan import read_plan
-from lokakern.nn.linear import Linear
+from lokakern.nn.linear import Linear, quantizes
 from lokakern.nn.linear_norm_act import LinearNormAct
-from lokakern.nn.routed_matmul import PLAIN, reads_rows
+from lokakern.nn.routed_matmul import PLAIN, kernel_at, reads_rows
 from lokakern.norm import norm_named, static_scale
 from lokakern.quantized_tensor import ROW_BYTES
 from lokakern.registry.register import fp8_format
@@ -81,25 +86,24 @@ class BoundedSequential(nn.Sequential):
     # each call of the compiled model evaluates a guard in Python.
     _known = ""
 
+    # How its chains were called, see `lokakern.nn.chain_call.call_again`.
+    _chain_recipes: dict[Any, Any] | None = None
+
     @property
     def is_as_known(self) -> bool:
         """Whether the modules are unchanged since the settings were made."""
-        modules, known = tuple(self._modules.values()), self._handoffs[-1].modules
-        return len(modules) == len(known) and all(map(operator.is_, modules, known))
+        return are_same(tuple(self._modules.values()), self._handoffs[-1].modules)
 
     def forward(self, input: Tensor) -> Tensor:
         """Call the modules in order, as `nn.Sequential` does."""
+        if not is_compiling():
+            return self._run(input)
         modules = list(self._modules.values())
-        if is_compiling():
-            words = [word.split("\0") for word in self._known.split("\1")]
-            if [word[0] for word in words] != [_kind(module) for module in modules]:
-                return super().forward(input)  # type: ignore[no-any-return, no-untyped-call]
-            scales, activating = tuple(w[1] for w in words), tuple(w[2] for w in words)
-            chains = tuple(w[3] for w in words)
-        elif self.is_as_known:
-            _, _, scales, activating, chains = self._handoffs[-1]
-        else:
+        words = [word.split("\0") for word in self._known.split("\1")]
+        if [word[0] for word in words] != [_kind(module) for module in modules]:
             return super().forward(input)  # type: ignore[no-any-return, no-untyped-call]
+        scales, activating = tuple(w[1] for w in words), tuple(w[2] for w in words)
+        chains = tuple(w[3] for w in words)
         place = 0
         while place < len(modules):
             if chains[place]:
@@ -126,6 +130,52 @@ class BoundedSequential(nn.Sequential):
             place += 1
         return input
 
+    def _run(self, input: Tensor) -> Tensor:
+        """`forward` in eager mode, at the cost of `nn.Sequential` where nothing holds at this m."""
+        handoff, modules = self._handoffs[-1], tuple(self._modules.values())
+        if not are_same(modules, handoff.modules):
+            return super().forward(input)  # type: ignore[no-any-return, no-untyped-call]
+        m, place, settings = rows_in(input), 0, handoff[2:]
+        states = _states_at(*settings, m)
+        for here, module in enumerate(modules):
+            if here < place:
+                continue  # a part of what ran
+            if states[here]:
+                rows = rows_in(input)  # a hook, or another module, may change them
+                if rows != m:
+                    m, states = rows, _states_at(*settings, rows)
+                if states[here] > 1:
+                    input, place = self._handed(input, here, m, handoff)
+                    continue
+            input = module(input)
+        return input
+
+    def _handed(self, input: Tensor, place: int, m: int, handoff: Handoff) -> tuple[Tensor, int]:
+        """The output of the module at a place, or of a chain, and the place after it."""
+        _, modules, scales, activating, chains = handoff
+        module, plan, route, scale = modules[place], chains[place], activating[place], scales[place]
+        if plan:
+            found, end = call_again(self, input, plan, modules, place=place)
+            if found is None:
+                found, end = _called(input, modules, place, plan, self)
+            if found is not None:
+                return found, end
+        # A module that was converted separately may have been undone separately.
+        reader = modules[place + 1] if route else None
+        if (
+            isinstance(reader, Linear)
+            and (m < 0 or kernel_at(reader._routes[0], m))
+            and not getattr(module, "inplace", False)
+            and is_plain_call(module)
+            and is_plain_call(reader)
+        ):
+            done = reader.forward_activated(input, ACTIVATIONS[type(module)], route)
+            if done is not None:
+                return done, place + 2
+        if scale and isinstance(module, Linear) and not _drops_scale(module, m):
+            return module(input, input_scale=scale), place + 1
+        return module(input), place + 1
+
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if isinstance(value, nn.Module):
@@ -134,6 +184,12 @@ class BoundedSequential(nn.Sequential):
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)
         _write_known(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state without derived attributes."""
+        state = dict(self.__dict__)
+        state.pop("_chain_recipes", None)
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -144,6 +200,24 @@ class BoundedSequential(nn.Sequential):
         if any(any(handoff.chains) for handoff in self._handoffs):
             prepare_chains()
         _write_known(self)
+
+
+@functools.lru_cache(maxsize=4096)
+def _states_at(
+    scales: tuple[str, ...], activating: tuple[str, ...], chains: tuple[str, ...], m: int
+) -> tuple[int, ...]:
+    """For each place 0 if nothing is set, 1 if what is set does not hold at m, 2 if it may."""
+    found = []
+    for scale, route, plan in zip(scales, activating, chains, strict=True):
+        is_idle = not scale and m >= 0 and not kernel_at(route, m) and is_idle_at(plan, m)
+        found.append((1 if is_idle else 2) if scale or route or plan else 0)
+    return tuple(found)
+
+
+def _drops_scale(module: Linear, m: int) -> bool:
+    """Whether a layer at m multiplies as without a static scale, of which its product has none."""
+    is_own = type(module) is Linear or (type(module) is LinearNormAct and not module._chain)
+    return m >= 0 and is_own and is_plain_call(module) and not quantizes(module._plan, m)
 
 
 def _kind(module: nn.Module) -> str:
@@ -169,18 +243,26 @@ def _write_known(sequence: nn.Sequential) -> None:
     _, *columns = sequence._handoffs[-1] if sequence.is_as_known else Handoff()
     rows = ((_kind(module), *rest) for module, *rest in zip(*columns, strict=True))
     sequence._known = "\1".join(map("\0".join, rows))
+    vars(sequence).pop("_chain_recipes", None)
 
 
 def _called(
-    x: Tensor, modules: Sequence[nn.Module], place: int, plan: str
+    x: Tensor,
+    modules: Sequence[nn.Module],
+    place: int,
+    plan: str,
+    keeper: nn.Module | None = None,
 ) -> tuple[Tensor | None, int]:
     """The output of a chain that begins at a place, and the place after it.
 
-    The output is None where the modules have to run one by one.
+    The output is None where the modules have to run one by one. A module may keep the call.
     """
     layers = layers_at(x, plan)
     parts, end = _parts_at(modules, place, layers) if layers else ([], place)
-    return (call_parts(x, plan, layers, parts) if parts else None), end
+    if not parts:
+        return None, end
+    kept = None if keeper is None else Keeper(keeper, tuple(modules), place, end)
+    return call_parts(x, plan, layers, parts, keeper=kept), end
 
 
 def _parts_at(
@@ -283,7 +365,7 @@ def remove_handoff(sequence: nn.Sequential, key: str = "") -> None:
         return
     if type(sequence) is BoundedSequential:  # a class from fully_shard stays
         sequence.__class__ = nn.Sequential  # type: ignore[assignment]
-    for name in ("_handoffs", "_known"):
+    for name in ("_handoffs", "_known", "_chain_recipes"):
         vars(sequence).pop(name, None)
 
 

@@ -281,3 +281,23 @@ def test_failed_launches_are_named_so(calls: list[bool]) -> None:
         with pytest.raises(LaunchError, match="a plan for 2 tensors was given 3"):
             layer(rows())
     assert len(calls) == 6 and all(calls)
+
+
+class _OnGpu(Tensor):
+    is_cuda = True
+
+
+def test_a_layer_without_kernels_at_m_asks_for_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No op that asks runs there."""
+    native_state = replay._Native()
+    asked: list[bool] = []
+    monkeypatch.setattr(linear, "NATIVE", native_state)
+    monkeypatch.setattr(native_state, "_begin", lambda: asked.append(True))
+    layer, x = layer_of(ROUTES), rows(8)
+    layer(x)
+    assert not asked
+    for _ in range(2):
+        layer(x.as_subclass(_OnGpu))
+    assert asked == [True]
+    native_state._lock.acquire()  # which later calls do not wait for
+    native_state.ask()

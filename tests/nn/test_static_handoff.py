@@ -17,7 +17,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import lokakern
 from lokakern import mods, numerics
 from lokakern.device import current_device
+from lokakern.native import NATIVE
 from lokakern.nn import routed_matmul
+from lokakern.nn.chain_plan import ChainLayer, ChainStep, plan_text
 from lokakern.nn.linear import Linear
 from lokakern.nn.linear_norm_act import LinearNormAct
 from lokakern.nn.routed_matmul import has_activator, reads_rows
@@ -34,6 +36,7 @@ from lokakern.types import ErrorBudget, Format, Granularity
 from lokakern.workloads.distributions import distribution_named, draw_rows, draw_weight
 from lokakern.workloads.gemm_cases import prepared_weight
 from lokakern.workloads.suite_files import suite_from_file
+from tests.support import native
 from tests.support.conversions import H200, K, N, gemm, measured, rows_of
 from tests.support.measurements import Book, time
 from tests.support.routed_layers import BLOCK_KERNEL, ROW_KERNEL, passed, rows, same
@@ -41,6 +44,7 @@ from tests.support.routed_layers import BLOCK_KERNEL, ROW_KERNEL, passed, rows, 
 SEEDS = (0,)
 BY_ROW = f"row;16:0=,16={ROW_KERNEL};1:0="
 BY_BLOCK = f"128x128;16:0={BLOCK_KERNEL};1:0={BLOCK_KERNEL}"
+NONE_ROW_NONE = (Granularity.NONE, Granularity.ROW, Granularity.NONE)
 SCALE = repr(4.0 / 448.0)  # blocks of 16: no output passes 4
 
 
@@ -113,6 +117,75 @@ def test_gradients_equal_the_gradients_of_the_unrounded_input() -> None:
 def test_few_rows_are_not_quantized_and_no_rows_are_accepted() -> None:
     for m in (0, 7):
         assert torch.equal(handed_over(model_of())(rows(m)), nn.Sequential(*model_of())(rows(m)))
+
+
+def test_at_m_without_kernels_layers_are_called_as_by_a_sequence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, made = handed_over(model_of()), []
+    with native.in_use() as library, torch.no_grad():
+
+        def spy(*given: Any) -> Any:
+            y = library.call_layer(*given)
+            made.append(y is not None)
+            return y
+
+        monkeypatch.setattr(NATIVE, "call_layer", spy)
+        for m, expected in ((7, [True, True]), (48, [True])):  # a static scale is Python's
+            made.clear()
+            model(rows(m))
+            assert made == expected
+
+
+def test_hooks_see_the_scale_at_every_m() -> None:
+    model, seen = handed_over(model_of()), []
+    model[3].register_forward_pre_hook(
+        lambda _, __, options: seen.append(options), with_kwargs=True
+    )
+    model(rows(7))
+    assert seen == [{"input_scale": SCALE}]
+
+
+def test_the_scale_is_that_of_rows_that_a_hook_adds() -> None:
+    model, x = handed_over(model_of()), rows(4)
+    model[0].register_forward_hook(lambda _, __, y: torch.cat([y, *[y * 2] * 11]))
+    h = nn.Sequential(*list(model)[:3])(x)
+    expected = model[5](nn.functional.relu(model[3](h, input_scale=SCALE)))
+    assert len(h) == 48 and torch.equal(model(x), expected)
+    assert not torch.equal(expected, nn.Sequential(*model)(x))
+
+
+def test_gradients_alone_in_fp8() -> None:
+    """At m where the output is not quantized and a gradient is."""
+    model, found = handed_over(model_of()), []
+    model[3].take_routes((f"row;16:0=,64={ROW_KERNEL};1:0=", BY_ROW, ""), model[3].weight)
+
+    def with_scales(x: Tensor) -> Tensor:
+        for module, scale in zip(model, model._handoffs[-1].scales, strict=True):
+            x = module(x, input_scale=scale) if scale else module(x)
+        return x
+
+    for call in (model, with_scales):
+        model.zero_grad()
+        x = rows().requires_grad_()
+        y = call(x)
+        y.float().square().sum().backward()
+        found.append([y.detach(), x.grad, *(p.grad.clone() for p in model.parameters())])
+    assert same(*found)
+
+
+def test_a_layer_with_a_static_scale_runs_no_chain_of_its_own() -> None:
+    layer = LinearNormAct(64, 48, norm="none", activation="relu", dtype=torch.bfloat16)
+    layer.take_routes((BY_ROW, "", ""), layer.weight)
+    model = handed_over(nn.Sequential(mods.BlockRMSNorm(64, 16), layer))
+    layer.take_routes(("", "", ""), layer.weight)
+    step = ChainStep(0, "cuda.quantize_row+cuda.gemm_norm_row", *NONE_ROW_NONE)
+    of_layer = ChainLayer(48, 64, "bias+relu", 1e-5, Granularity.ROW)
+    layer.take_chain(plan_text([of_layer], [(0, ()), (16, (step,))], [(0, ())]))
+    with torch.no_grad():
+        h = model[0](rows())
+        assert torch.equal(model(rows()), layer(h, input_scale=SCALE))
+        assert not torch.equal(model(rows()), layer(h))
 
 
 def test_zero_and_non_finite_rows() -> None:

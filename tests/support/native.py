@@ -45,14 +45,15 @@ def library() -> Any:
 def in_use() -> Iterator[Any]:
     """This process replays calls inside the block."""
     module, native = library(), replay.NATIVE
-    before = (native.module, native.replay, native.call_layer, native.call_op, native.reason)
+    names = ("module", "replay", "call_layer", "call_chain", "call_op", "reason")
+    before = {name: getattr(native, name) for name in names}
     native.take(module, "in use")
     module.clear()
     try:
         yield module
     finally:
         module.clear()
-        (native.module, native.replay, native.call_layer, native.call_op, native.reason) = before
+        vars(native).update(before)
 
 
 class FakeDriver:
