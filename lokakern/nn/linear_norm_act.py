@@ -17,9 +17,11 @@ from lokakern.nn.chain_call import (
     Keeper,
     call_again,
     call_parts,
+    is_idle_at,
     is_part,
     layers_at,
     prepare_chains,
+    rows_in,
     words_of_plan,
 )
 from lokakern.nn.chain_plan import read_plan
@@ -107,6 +109,8 @@ class LinearNormAct(Linear):
     ) -> Tensor:
         """``[..., n]``; a residual is added before the norm."""
         chain = self._chain
+        if chain and not is_compiling() and is_idle_at(chain, rows_in(input)):
+            chain = ""
         if chain and residual is None and not input_scale:
             if not is_compiling():
                 y, _ = call_again(self, input, chain)

@@ -383,6 +383,29 @@ def test_a_chain_of_rows_that_a_hook_adds(calls: list[Any]) -> None:
     assert [len(x) for x, *_ in calls] == [48, 576]
 
 
+def test_a_newer_choice_of_the_same_routes_is_seen(calls: list[Any], warm: list[int]) -> None:
+    """The chain reads the frozen weight, which stays."""
+    model, x = sequence(), rows()
+    for key in ("first", "second"):
+        apply_choice(model[0], Chosen(key, (BY_ROW, "", ""), True))
+        if key == "first":
+            chained(model, key="first")
+            warmed(model, x, calls=calls)
+            y, count, plan = model(x), warm[0], model[0]._plan
+            assert count == 2
+    assert model[0]._plan == plan and warm[0] == count
+    found = model(x)
+    assert torch.equal(found, in_python(model, x)) and not torch.equal(found, y)
+    assert warm[0] == count
+
+
+def test_what_may_change_in_place_is_not_kept(calls: list[Any], warm: list[int]) -> None:
+    model, x = sequence(), rows()
+    model[1].normalized_shape = [48]
+    warmed(model, x, calls=calls)
+    assert model._chain_recipes is None and torch.equal(model(x), in_python(model, x))
+
+
 def test_few_recipes_are_kept(calls: list[Any], warm: list[int]) -> None:
     model, x = sequence(), rows()
     layers = chain_call.layers_at(x, PLAN)
