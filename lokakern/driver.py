@@ -350,6 +350,15 @@ def launch_facts(launch: CudaLaunch) -> LaunchFacts:
     return LaunchFacts(launch._shape[0], launch._shared_bytes, launch._cluster, scalars, memory)
 
 
+def make_room_for_maps() -> None:
+    """Forget all tensor maps if many are known, so that none is forgotten while a call is recorded.
+
+    A call makes a few dozen at most.
+    """
+    if len(_maps) >= _MOST_MAPS // 2:
+        _maps.clear()
+
+
 class MapFacts(NamedTuple):
     """The arguments of cuTensorMapEncodeTiled."""
 

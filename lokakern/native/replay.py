@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from lokakern import jit, scratch
+from lokakern import driver, jit, scratch
 from lokakern.errors import CompilationError, LaunchError
 from lokakern.native import build
 from lokakern.native.record import Recorder, Recording, result_template
@@ -292,6 +292,7 @@ def _recorded(
     if not _RECORDING.acquire(blocking=False):
         return function(*args, **kwargs)  # another thread records
     generation = NATIVE.generation
+    driver.make_room_for_maps()
     try:
         jit.recorder = recorder = Recorder(inputs, NATIVE.module.dtype_code)
         with recorder:

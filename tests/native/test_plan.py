@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lokakern import jit
+from lokakern import driver, jit
 from lokakern.driver import CudaLaunch, TensorMap, _maps
 from lokakern.errors import LaunchError
 from lokakern.native import replayed
@@ -58,12 +58,12 @@ def test_addresses_are_those_of_each_call(library: Any) -> None:
         tell(launch, (1, 1, 1), (x, column, workspace), (8, 4))
         return out, column
 
-    with native.FakeDriver(library) as driver:
-        driver.parameter_count = 5
+    with native.FakeDriver(library) as fake:
+        fake.parameter_count = 5
         for _ in range(3):
             x = torch.empty(16, 4)
             out, column = call(x)
-    (shape, function, values), (_, _, later) = driver.launches
+    (shape, function, values), (_, _, later) = fake.launches
     assert shape == (5, 1, 2, 64, 1, 1, 512) and function == FUNCTION
     assert values[0] == x.data_ptr() + 32 and values[1] == out.data_ptr()
     assert values[2] == later[2] + 64 and values[3] & 0xFFFFFFFF == 7
@@ -82,14 +82,39 @@ def test_tensor_maps_follow_their_tensors(library: Any) -> None:
         tell(launch, (1, 1, 1), (out,), (1,), (made,))
         return out
 
-    with native.FakeDriver(library) as driver:
-        driver.parameter_count = 3
+    with native.FakeDriver(library) as fake:
+        fake.parameter_count = 3
         given_ = [torch.empty(32, 16) for _ in range(12)]
         for x in [given_[0], *given_, *given_[-8:]]:
             call(x)
-    maps = [values[2] - 1 for _, _, values in driver.launches]
+    maps = [values[2] - 1 for _, _, values in fake.launches]
     assert maps == [x.data_ptr() for x in (*given_[1:], *given_[-8:])]
-    assert driver.encoded == [x.data_ptr() for x in given_[1:]]  # the last eight are kept
+    assert fake.encoded == [x.data_ptr() for x in given_[1:]]  # the last eight are kept
+
+
+def test_a_call_is_recorded_where_few_tensor_maps_can_be_kept(
+    library: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second map of the call would have been one too many, and the first one forgotten."""
+    launch = launch_of("i", pointers=1, maps=2)
+    monkeypatch.setattr(driver, "_encode", lambda *_: TensorMap())
+    monkeypatch.setattr(driver, "_maps", {})
+
+    @replayed
+    def call(x: Tensor, y: Tensor) -> Tensor:
+        out = torch.empty(1)
+        maps = tuple(driver.tensor_map(z, (8, 16), 32) for z in (x, y))
+        tell(launch, (1, 1, 1), (out,), (1,), maps)
+        return out
+
+    tensors = [torch.empty(32, 16) for _ in range(6)]  # all at once: of different addresses
+    with native.FakeDriver(library) as fake:
+        fake.parameter_count = 4
+        for number in range(3):
+            missing = driver._MOST_MAPS - 1 - len(driver._maps)
+            driver._maps.update({(number, i): TensorMap() for i in range(missing)})
+            call(*tensors[2 * number : 2 * number + 2])
+    assert len(fake.launches) == 1  # the third call is replayed
 
 
 @pytest.mark.parametrize("value", [0.0, 1.5, -2.0])
@@ -115,11 +140,11 @@ def test_a_refused_launch_raises(library: Any) -> None:
         tell(launch, (3, 1, 1), (x,), (1,))
         return x
 
-    with native.FakeDriver(library) as driver:
-        driver.parameter_count = 2
+    with native.FakeDriver(library) as fake:
+        fake.parameter_count = 2
         x = torch.empty(4)
         assert call(x) is x and call(x) is x and call(x) is x
-        driver.failure = 1
+        fake.failure = 1
         with pytest.raises(LaunchError, match=r"grid 3x1x1, 64 threads, 0 bytes .*: error 1"):
             call(x)
 
