@@ -169,11 +169,11 @@ bool Product::multiply(const Operands& operands, void* stream) {
     if (state_.load(std::memory_order_acquire) != kKept) return false;
   }
   if (captured_ && !(alignment % CapturedLaunches::kAlignment)) {
-    launch(operands, stream);
+    launch(operands, stream, true);
     return true;
   }
   const std::lock_guard lock(mutex_);
-  launch(operands, stream);
+  launch(operands, stream, false);
   return true;
 }
 
@@ -210,17 +210,16 @@ void Product::check(void* out, void* stream) {
         set_pointers(operands);  // the heuristic asks whether there are some
         choose();
       }
-      const auto is_same = [&] {
-        launch(operands, stream);
+      const auto is_same = [&](bool is_captured) {
+        launch(operands, stream, is_captured);
         return found.equal(expected.view(at::kShort));
       };
-      captured_.reset();
-      if (!is_same()) throw LaunchFailure("cuBLASLt and torch give different bits");
+      if (!is_same(false)) throw LaunchFailure("cuBLASLt and torch give different bits");
       if (not_captured.empty() && device_.is_cuda()) {
         try {
           capture();
           found.fill_(-1);  // NaN
-          if (!is_same()) throw LaunchFailure("captured launches give different bits");
+          if (!is_same(true)) throw LaunchFailure("captured launches give different bits");
         } catch (const std::exception& error) {
           not_captured = error.what();
           captured_.reset();
@@ -319,17 +318,17 @@ void Product::set_pointers(const Operands& operands) {
   if (form_.has_bias) set(kBiasPointer, operands.bias);
 }
 
-void Product::launch(const Operands& operands, void* stream) {
+void Product::launch(const Operands& operands, void* stream, bool is_captured) {
   static thread_local int ready = -1;  // the device whose context this thread has
   if (device_.is_cuda() && ready != device_.index()) {
     use_context(device_.index());
     ready = device_.index();
   }
   at::Tensor workspace;
-  if (found_.workspace_bytes && (!captured_ || captured_->uses(kWorkspace)))
+  if (found_.workspace_bytes && (!is_captured || captured_->uses(kWorkspace)))
     workspace = allocate(static_cast<int64_t>(found_.workspace_bytes), at::kByte, device_);
   void* const start = workspace.defined() ? workspace.data_ptr() : nullptr;
-  if (!captured_) {
+  if (!is_captured) {
     launch_by_lt(operands, start, stream);
     return;
   }

@@ -99,7 +99,7 @@ class Product {
   void choose();
   void capture();
   void set_pointers(const Operands& operands);
-  void launch(const Operands& operands, void* stream);
+  void launch(const Operands& operands, void* stream, bool is_captured);
   void launch_by_lt(const Operands& operands, void* workspace, void* stream);
   at::Tensor matrix(int64_t rows, int64_t stride, at::ScalarType dtype, uint64_t seed,
                     bool cancels, bool is_negated) const;
