@@ -38,12 +38,12 @@ def fit(
     how: options.How = OutputFormat.TABLE,
     quiet: options.Quiet = False,
 ) -> None:
-    """Fit a model to the times of a device, by which dispatch predicts sizes without any.
+    r"""Fit a model to the times of a device, by which dispatch predicts sizes without any.
 
     Prints for each kernel how much predictions differ from times at sizes (n, k) that a fit did not
     see, and how good the choices by these predictions are. A model belongs to the rows that it was
     fitted from: fit again after a sweep. With a shipped file as --db it is of that file alone.
-    Needs scikit-learn: pip install 'lokakern[fit]'.
+    Needs scikit-learn: pip install 'lokakern\[fit]'.
     """
     from lokakern.render.terminal import print_rows
 
