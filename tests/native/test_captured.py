@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lokakern.errors import LaunchError
 from tests.support import native
 
 BYTES = [1 << 20, 1 << 33, 512]
@@ -17,9 +19,10 @@ ADDRESSES = [[(1 << 44) + (i << 40) + capture * ((i + 1) << 34) for i in range(3
 Field = int | tuple[int, int]  # a constant, or an operand and an offset into it
 
 
-@pytest.fixture(scope="module")
-def library() -> Any:
-    return native.library()
+@pytest.fixture
+def library() -> Iterator[Any]:
+    with native.in_use() as module:
+        yield module
 
 
 def packed(fields: list[Field], capture: int, tail: bytes = b"") -> bytes:
@@ -61,12 +64,12 @@ def test_addresses_are_found(fields: list[Field], tail: bytes) -> None:
 )
 def test_what_is_no_address_is_refused(values: tuple[int, ...], library: Any) -> None:
     captures = [packed([5, (1, 0), value], capture) for capture, value in enumerate(values)]
-    with pytest.raises(RuntimeError, match="differ by more than addresses, at byte 16"):
+    with pytest.raises(LaunchError, match="differ by more than addresses, at byte 16"):
         words(library, captures)
 
 
 def test_a_differing_tail_and_other_sizes_are_refused(library: Any) -> None:
-    with pytest.raises(RuntimeError, match="at byte 8"):
+    with pytest.raises(LaunchError, match="at byte 8"):
         words(library, [packed([1], capture, bytes([capture])) for capture in range(3)])
-    with pytest.raises(RuntimeError, match="no fixed size"):
+    with pytest.raises(LaunchError, match="no fixed size"):
         words(library, [packed([1] * (1 + (capture == 2)), capture) for capture in range(3)])
