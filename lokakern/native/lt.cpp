@@ -361,6 +361,8 @@ void Product::capture() {
     const auto at = [&](size_t place) { return reinterpret_cast<void*>(addresses[place]); };
     launch_by_lt({at(0), at(1), at(2), at(3), at(4), at(5)}, at(kWorkspace), stream);
   });
+  for (const uint32_t operand : {0, 1, 5})  // a, b and out
+    if (!captured_->uses(operand)) throw LaunchFailure("its parameters lack an operand");
 }
 
 // Finite FP8 numbers of all magnitudes, [rows, k] with this stride. Where they cancel, the second

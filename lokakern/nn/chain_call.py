@@ -40,7 +40,7 @@ Part = tuple[Linear, nn.Module | None, str]  # a layer, its norm, and its activa
 Words = list[str]  # of a layer of a plan, see `_layer_words`
 _BETWEEN_WORDS, _BETWEEN_LAYERS = "\0", "\1"
 _NONE = "none"
-_MOST_RECIPES = 8  # of a module: a few m each for a few chains
+_MOST_RECIPES = 64  # of a module: a few m each for a few chains
 # What a call of a chain reads of its modules' attributes, beside hooks and ``forward``. Of tensors,
 # which are in dictionaries of their own, attributes of the same name would be read instead.
 _READS: dict[type[nn.Module], tuple[str, ...]] = {

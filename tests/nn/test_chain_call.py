@@ -426,9 +426,9 @@ def test_few_recipes_are_kept(calls: list[Any], warm: list[int]) -> None:
     model, x = sequence(), rows()
     layers = chain_call.layers_at(x, PLAN)
     parts = [(model[0], model[1], "relu"), (model[5], None, "hardswish")]
-    for place in range(20):
+    for place in range(100):
         chain_call._keep(chain_call.Keeper(model, place=place), x, PLAN, layers, parts)
-        assert 0 < len(model._chain_recipes) <= 8
+        assert 0 < len(model._chain_recipes) <= 64
 
 
 def test_copies_and_pickles_have_none(calls: list[Any], warm: list[int]) -> None:
