@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <exception>
 #include <memory>
 #include <string>
 
@@ -43,7 +44,7 @@ void check(int failed, const char* doing) {
   if (failed) throw LaunchFailure(std::string(doing) + ": " + error_text(failed));
 }
 
-// Invented addresses of operands, multiples of 256: those of a third capture of no more.
+// Invented addresses of operands: multiples of 2^34, in the third capture of kAlignment only.
 std::vector<uint64_t> invented(size_t count, uint64_t capture) {
   std::vector<uint64_t> made(count);
   for (uint64_t i = 0; i < count; ++i)
@@ -79,7 +80,8 @@ std::vector<void*> nodes_in_order(void* graph) {
 
 void read_attribute(void* node, int id, uint32_t* value, size_t count) {
   uint32_t found[kValueBytes / 4] = {};
-  if (call_driver("cuGraphKernelNodeGetAttribute", node, id, static_cast<void*>(found))) return;
+  check(call_driver("cuGraphKernelNodeGetAttribute", node, id, static_cast<void*>(found)),
+        "cuGraphKernelNodeGetAttribute");
   std::copy_n(found, count, value);
 }
 
@@ -180,33 +182,25 @@ CapturedLaunches::Launch CapturedLaunches::read_node(void* node) {
 CapturedLaunches::Launch CapturedLaunches::read_kernel(void* node) {
   KernelNode found{};
   check(call_driver("cuGraphKernelNodeGetParams_v2", node, &found), "cuGraphKernelNodeGetParams");
+  if (!found.function || !found.extra)
+    throw LaunchFailure("a captured kernel has no function, or no buffer of parameters");
   Launch launch{};
-  launch.function = found.function ? found.function : found.kernel;
-  if (!launch.function) throw LaunchFailure("a captured kernel has no function");
+  launch.function = found.function;
   std::copy_n(found.shape, 7, launch.shape);
   uint32_t cooperative = 0;
   read_attribute(node, kCooperative, &cooperative, 1);
   if (cooperative) throw LaunchFailure("it makes a cooperative launch");
   read_attribute(node, kClusterDimension, launch.cluster, 3);
   read_attribute(node, kClusterPolicy, &launch.policy, 1);
-  auto& bytes = launch.parameters;
-  if (found.extra) {
-    const void* buffer = nullptr;
-    size_t size = 0;
-    for (void** entry = found.extra; *entry; entry += 2) {
-      if (*entry == kBufferPointer) buffer = entry[1];
-      if (*entry == kBufferSize) size = *static_cast<size_t*>(entry[1]);
-    }
-    if (!buffer || size > size_t{kMostParameterBytes}) throw LaunchFailure("a kernel has no parameters");
-    bytes.assign(static_cast<const uint8_t*>(buffer), static_cast<const uint8_t*>(buffer) + size);
-    return launch;
+  const uint8_t* buffer = nullptr;
+  size_t size = 0;
+  for (void** entry = found.extra; *entry; entry += 2) {
+    if (*entry == kBufferPointer) buffer = static_cast<const uint8_t*>(entry[1]);
+    if (*entry == kBufferSize) size = *static_cast<size_t*>(entry[1]);
   }
-  size_t offset = 0, size = 0;
-  for (size_t i = 0; !call_driver("cuFuncGetParamInfo", launch.function, i, &offset, &size); ++i) {
-    if (offset + size > size_t{kMostParameterBytes}) throw LaunchFailure("a kernel has many parameters");
-    bytes.resize(std::max(bytes.size(), offset + size));
-    std::memcpy(bytes.data() + offset, found.parameters[i], size);
-  }
+  if (!buffer || !size || size > size_t{kMostParameterBytes})
+    throw LaunchFailure("a captured kernel has " + std::to_string(size) + " bytes of parameters");
+  launch.parameters.assign(buffer, buffer + size);
   return launch;
 }
 
@@ -215,7 +209,7 @@ CapturedLaunches::Launch CapturedLaunches::read_fill(void* node) {
   check(call_driver("cuGraphMemsetNodeGetParams", node, &found), "cuGraphMemsetNodeGetParams");
   const size_t bytes = found.width * found.element_bytes;
   if (found.value || found.height != 1 || bytes % 4 || found.address % 4)
-    throw LaunchFailure("it fills memory with something else than words of zeros");
+    throw LaunchFailure("it fills memory with anything other than words of zeros");
   Launch launch{};
   launch.words = bytes / 4;
   launch.parameters.resize(sizeof found.address);

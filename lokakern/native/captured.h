@@ -23,7 +23,8 @@ struct AddressWord {
 // The words that are addresses, of parameters that were captured for three sets of them.
 //
 // `bytes` are the sizes of the operands; `addresses` has as many addresses for each capture. Raises
-// LaunchFailure where parameters differ by anything but addresses, or an address tells no operand.
+// LaunchFailure where parameters differ by anything but addresses, or an address belongs to no
+// operand.
 std::vector<AddressWord> address_words(const std::vector<std::vector<uint8_t>>& parameters,
                                        const std::vector<std::vector<uint64_t>>& addresses,
                                        const std::vector<uint64_t>& bytes);
@@ -36,8 +37,9 @@ class CapturedLaunches {
 
   // Captures what `make` launches on a stream of the current device, for operands of these sizes.
   // Nothing runs: the addresses are invented. Raises LaunchFailure where the launches cannot be
-  // made again: anything but kernels and fills with zeros one after the other, cooperative
-  // launches, or parameters as in `address_words`.
+  // made again: anything but fills with zeros, and kernels with one buffer of parameters, one after
+  // the other; cooperative launches; or parameters as in `address_words`. Of attributes those of
+  // clusters are kept.
   CapturedLaunches(const std::vector<uint64_t>& bytes, const Make& make);
 
   // Whether any launch reads or writes an operand.

@@ -105,13 +105,13 @@ void* load_kernel(std::string_view cubin, const std::string& entry, int64_t shar
   call_driver("cuThreadExchangeStreamCaptureMode", &mode);
   const auto load = [&] {
     check(call_driver("cuLibraryLoadData", &library, static_cast<const void*>(cubin.data()),
-               static_cast<void*>(nullptr), static_cast<void*>(nullptr), 0u,
-               static_cast<void*>(nullptr), static_cast<void*>(nullptr), 0u),
+                      static_cast<void*>(nullptr), static_cast<void*>(nullptr), 0u,
+                      static_cast<void*>(nullptr), static_cast<void*>(nullptr), 0u),
           "loading " + entry);
     check(call_driver("cuLibraryGetKernel", &kernel, library, entry.c_str()), "finding " + entry);
     if (shared_bytes > 48 * 1024)
-      check(call_driver("cuKernelSetAttribute", kMaxDynamicSharedBytes, static_cast<int>(shared_bytes),
-                 kernel, device),
+      check(call_driver("cuKernelSetAttribute", kMaxDynamicSharedBytes,
+                        static_cast<int>(shared_bytes), kernel, device),
             "shared memory of " + entry);
     if (cluster > 8)
       check(call_driver("cuKernelSetAttribute", kNonPortableCluster, 1, kernel, device),

@@ -73,7 +73,7 @@ class Handoff(NamedTuple):
     chains: tuple[str, ...] = ()
 
 
-_DERIVED = ("_chain_recipes", "_idle_rows")
+_DERIVED = ("_chain_recipes", "_idle_rows", "_idle_hooks")
 _ROWWISE = (
     nn.Linear, nn.LayerNorm, nn.RMSNorm, BlockRMSNorm, *_BOUNDED, nn.GELU, nn.Sigmoid, nn.Tanh,
     nn.Dropout, nn.BatchNorm1d,
@@ -95,9 +95,11 @@ class BoundedSequential(nn.Sequential):
 
     # How its chains were called, see `lokakern.nn.chain_call.call_again`.
     _chain_recipes: dict[Any, Any] | None = None
-    # Rows of a call in which nothing held, and of all its layers. Code that is rarely run is not in
-    # the host's cache: for the tower at 512 rows `_run` took an H100's host 14 us of 220.
+    # Rows of a call in which nothing held, if its modules keep rows, and the dictionaries of their
+    # hooks, which may change rows. Code that is rarely run is not in the host's cache: `_run` took
+    # an H100's host 14 us of 220 for the tower at 512 rows.
     _idle_rows = -1
+    _idle_hooks: tuple[Any, ...] = ()
 
     @property
     def is_as_known(self) -> bool:
@@ -107,7 +109,12 @@ class BoundedSequential(nn.Sequential):
     def forward(self, input: Tensor) -> Tensor:
         """Call the modules in order, as `nn.Sequential` does."""
         if not is_compiling():
-            if type(input) is Tensor and input.dim() == 2 and input.size(0) == self._idle_rows:
+            if (
+                type(input) is Tensor
+                and input.dim() == 2
+                and input.size(0) == self._idle_rows
+                and not any(self._idle_hooks)
+            ):
                 for module in self._modules.values():
                     input = module(input)
                 return input
@@ -152,7 +159,7 @@ class BoundedSequential(nn.Sequential):
         m, place, settings = rows_in(input), 0, handoff[2:]
         states = _states_at(*settings, m)
         if m >= 0 and max(states, default=0) < 2 and input.dim() == 2 and _keep_rows(modules):
-            vars(self)["_idle_rows"] = m
+            vars(self).update(_idle_hooks=_hooks_of(modules), _idle_rows=m)
         for here, module in enumerate(modules):
             if here < place:
                 continue  # a part of what ran
@@ -222,6 +229,16 @@ class BoundedSequential(nn.Sequential):
 def _keep_rows(modules: Sequence[nn.Module]) -> bool:
     """Whether modules compute each row of a matrix apart, as far as their classes tell."""
     return all(isinstance(module, _ROWWISE) and is_plain_call(module) for module in modules)
+
+
+def _hooks_of(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
+    """The dictionaries of hooks of modules, and those of all modules."""
+    torch_module = nn.modules.module
+    return (
+        torch_module._global_forward_hooks,
+        torch_module._global_forward_pre_hooks,
+        *(x for module in modules for x in (module._forward_hooks, module._forward_pre_hooks)),
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -388,7 +405,7 @@ def remove_handoff(sequence: nn.Sequential, key: str = "") -> None:
         return
     if type(sequence) is BoundedSequential:  # a class from fully_shard stays
         sequence.__class__ = nn.Sequential  # type: ignore[assignment]
-    for name in ("_handoffs", "_known", "_chain_recipes"):
+    for name in ("_handoffs", "_known", *_DERIVED):
         vars(sequence).pop(name, None)
 
 

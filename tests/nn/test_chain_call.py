@@ -376,6 +376,8 @@ def test_inputs_of_any_layout_and_size(calls: list[Any], warm: list[int]) -> Non
 def test_a_chain_of_rows_that_a_hook_adds(calls: list[Any]) -> None:
     model = nn.Sequential(nn.Identity(), *sequence())
     set_handoff(model, [""] * 9, [""] * 9, "", ["", PLAN, *[""] * 7])
+    model(rows(4))
+    assert not calls
     model[0].register_forward_hook(lambda _, __, y: y.repeat(12, 1))
     assert torch.equal(model(rows(4)), model(rows(4).repeat(12, 1))[:48])
     assert [len(x) for x, *_ in calls] == [48, 576]
@@ -394,6 +396,10 @@ def test_rows_at_which_nothing_holds_are_forgotten_with_the_choice(calls: list[A
     assert "_idle_rows" not in vars(model)
     model(rows(3))
     assert vars(model)["_idle_rows"] == 3 and "_idle_rows" not in vars(copy.deepcopy(model))
+    undone = copy.deepcopy(model)
+    undone(rows(3))
+    remove_handoff(undone)
+    assert not {"_idle_rows", "_idle_hooks", "_chain_recipes", "_handoffs"} & vars(undone).keys()
     model._modules["1"] = nn.Flatten(0)  # without our __setattr__
     with pytest.raises(RuntimeError):
         model(rows(3))
