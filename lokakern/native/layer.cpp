@@ -3,13 +3,10 @@
 // `lokakern.nn.linear.Linear.forward` asks here first: bfloat16 operands, or those that autocast
 // casts to it. Where anything is unusual (another dtype, a subclass, a transform, a static scale,
 // ...) the answer is None, and Python makes the call.
-#include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/linear.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/custom_function.h>
-#include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/jit/frontend/tracer.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/csrc/utils/python_strings.h>
 
@@ -17,6 +14,7 @@
 #include <map>
 
 #include "layer.h"
+#include "module.h"
 #include "ops.h"
 
 namespace lokakern {
@@ -200,12 +198,6 @@ bool is_usual(const at::Tensor& x, const at::Tensor& like) {
   return x.device() == like.device() && add_tensor(x, {}, words);
 }
 
-// Nothing between torch's operators and their kernels that a layer has to know of.
-bool is_usual_state() {
-  return has_no_modes() && !at::impl::torch_function_mode_enabled() &&
-         !torch::jit::tracer::isTracing();
-}
-
 // Whether the operands are multiplied in bfloat16, see `_fits` in Python; no float16 weights.
 bool fits(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
   const auto device = x.device().type();
@@ -217,35 +209,6 @@ bool fits(const at::Tensor& x, const at::Tensor& weight, const std::optional<at:
   };
   return has(x, at::kFloat, at::kHalf) && has(weight, at::kFloat) &&
          (!bias || has(*bias, at::kFloat, at::kHalf));
-}
-
-PyObject* item(PyObject* dict, PyObject* name) {
-  return dict && PyDict_CheckExact(dict) ? PyDict_GetItemWithError(dict, name) : nullptr;
-}
-
-bool is_none(PyObject* object) { return !object || object == Py_None; }
-
-// A reference of its own: another thread may replace a weight.
-std::optional<at::Tensor> tensor_in(PyObject* object) {
-  if (!object || !THPVariable_CheckExact(object)) return std::nullopt;
-  return THPVariable_Unpack(object);
-}
-
-struct Names {
-  PyObject *parameters, *buffers, *weight, *bias, *fp8_data, *fp8_views, *held, *plan, *kept,
-      *gathered, *has_parameter, *modules, *forward, *hooks, *pre_hooks;
-};
-
-const Names& names() {
-  static const Names made = [] {
-    const auto name = [](const char* text) { return PyUnicode_InternFromString(text); };
-    return Names{name("_parameters"), name("_buffers"),     name("weight"), name("bias"),
-                 name("fp8_data"),    name("_fp8_views"),   name("held_weight"), name("_plan"),
-                 name("_kept"),       name("_gathered"), name("_has_parameter"),
-                 name("_modules"),    name("forward"),       name("_forward_hooks"),
-                 name("_forward_pre_hooks")};
-  }();
-  return made;
 }
 
 // Rows of x, of more dimensions than two.
@@ -358,13 +321,6 @@ PyObject* call_layer(PyObject*, PyObject* const* given, Py_ssize_t count) {
 // --- chains of layers
 
 namespace {
-
-PyObject* dict_of(PyObject* object) {
-  PyObject** const place = _PyObject_GetDictPtr(object);
-  return place ? *place : nullptr;
-}
-
-bool is_empty(PyObject* dict) { return dict && PyDict_Check(dict) && !PyDict_GET_SIZE(dict); }
 
 // Whether a call of a module runs only its class's forward, and its attributes are those of
 // ``fact``: module, class, names and objects of attributes that it has, and names of others.

@@ -9,6 +9,7 @@
 #include "driver.h"
 #include "layer.h"
 #include "ops.h"
+#include "sequence.h"
 
 namespace lokakern {
 namespace {
@@ -360,6 +361,9 @@ PyMethodDef layer_method = {"call_layer", reinterpret_cast<PyCFunction>(launchin
                             METH_FASTCALL, nullptr};
 PyMethodDef chain_method = {"call_chain", reinterpret_cast<PyCFunction>(launching<call_chain>),
                             METH_FASTCALL, nullptr};
+PyMethodDef sequence_method = {"call_sequence",
+                               reinterpret_cast<PyCFunction>(launching<call_sequence>),
+                               METH_FASTCALL, nullptr};
 PyMethodDef replay_method = {"replay", reinterpret_cast<PyCFunction>(replay), METH_FASTCALL,
                              nullptr};
 
@@ -419,6 +423,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.add_object("call_op", PyCFunction_New(&op_method, nullptr));
   module.add_object("call_layer", PyCFunction_New(&layer_method, nullptr));
   module.add_object("call_chain", PyCFunction_New(&chain_method, nullptr));
+  module.add_object("call_sequence", PyCFunction_New(&sequence_method, nullptr));
   module.add_object("replay", PyCFunction_New(&replay_method, nullptr));
   module.def("inputs", [](py::tuple args, py::dict kwargs) {
     Call call;

@@ -35,6 +35,7 @@ class _Native:
         self.replay: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None = None
         self.call_layer: Callable[..., Any] | None = None  # see layer.h
         self.call_chain: Callable[..., Any] | None = None  # as call_layer
+        self.call_sequence: Callable[..., Any] | None = None  # see sequence.h
         self.call_op: Callable[..., Any] | None = None  # see python.cpp
         self.reason = "not used yet"
         self.generation = 0  # of choices
@@ -128,6 +129,7 @@ class _Native:
         self.module, self.reason = module, reason
         self.replay, self.call_layer = module.replay, module.call_layer
         self.call_op, self.call_chain = module.call_op, module.call_chain
+        self.call_sequence = module.call_sequence
 
 
 NATIVE = _Native()
@@ -292,8 +294,8 @@ def _recorded(
     if not _RECORDING.acquire(blocking=False):
         return function(*args, **kwargs)  # another thread records
     generation = NATIVE.generation
-    driver.make_room_for_maps()
     try:
+        driver.make_room_for_maps()
         jit.recorder = recorder = Recorder(inputs, NATIVE.module.dtype_code)
         with recorder:
             result = function(*args, **kwargs)

@@ -6,3 +6,4 @@
 #include "ops.cpp"
 #include "plan.cpp"
 #include "python.cpp"
+#include "sequence.cpp"

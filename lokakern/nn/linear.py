@@ -552,7 +552,7 @@ def _quantizes(plan: str, m: int, is_training: bool) -> bool:
     return OFFLOADED in flags or quantizes_at(asked, m)
 
 
-def _described(plan: str) -> list[tuple[str, bool, list[list[tuple[int, bool]]]]] | None:
+def described(plan: str) -> list[tuple[str, bool, list[list[tuple[int, bool]]]]] | None:
     """What ``layer.h`` reads of a plan: by product the route, whether it is checked, and its m."""
     flags, _, *routes = plan.split(_BETWEEN)
     if OFFLOADED in flags or (ALTERED in flags and HELD not in flags):
@@ -621,7 +621,7 @@ class Linear(nn.Linear, Routed):
                 if not NATIVE.is_asked and isinstance(input, Tensor) and input.is_cuda:
                     NATIVE.ask()
             elif not input_scale:
-                y = NATIVE.call_layer(self, input, _described)
+                y = NATIVE.call_layer(self, input, described)
                 if y is not None:
                     return y  # type: ignore[no-any-return]
         if plan.startswith("altered"):
@@ -655,7 +655,7 @@ class Linear(nn.Linear, Routed):
         if is_compiling():
             return traced_activated(self, self._plan, x, activation, activating)
         if NATIVE.call_layer is not None:
-            y = NATIVE.call_layer(self, x, _described, activation, activating, find_activator)
+            y = NATIVE.call_layer(self, x, described, activation, activating, find_activator)
             if y is not None:
                 return y  # type: ignore[no-any-return]
         plan, weight = self._plan, self.weight

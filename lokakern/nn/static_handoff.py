@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from lokakern.errors import UnsupportedError
+from lokakern.native import NATIVE
 from lokakern.nn.block_rms_norm import BlockRMSNorm
 from lokakern.nn.chain_call import (
     Keeper,
@@ -38,7 +39,7 @@ from lokakern.nn.chain_call import (
     words_of_plan,
 )
 from lokakern.nn.chain_plan import read_plan
-from lokakern.nn.linear import Linear, quantizes
+from lokakern.nn.linear import Linear, described, quantizes
 from lokakern.nn.linear_norm_act import LinearNormAct
 from lokakern.nn.routed_matmul import PLAIN, kernel_at, reads_rows
 from lokakern.norm import norm_named, static_scale
@@ -109,7 +110,11 @@ class BoundedSequential(nn.Sequential):
     def forward(self, input: Tensor) -> Tensor:
         """Call the modules in order, as `nn.Sequential` does."""
         if not is_compiling():
-            if (
+            if NATIVE.call_sequence is not None:
+                y = NATIVE.call_sequence(self, input, described)
+                if y is not None:
+                    return y  # type: ignore[no-any-return]
+            elif (
                 type(input) is Tensor
                 and input.dim() == 2
                 and input.size(0) == self._idle_rows
@@ -147,6 +152,8 @@ class BoundedSequential(nn.Sequential):
                 input, place = done, place + 2
                 continue
             scale = scales[place] if isinstance(module, Linear) else ""
+            if scale and not _is_bounded(modules, place):
+                scale = ""
             input = module(input, input_scale=scale) if scale else module(input)
             place += 1
         return input
@@ -195,7 +202,12 @@ class BoundedSequential(nn.Sequential):
             done = reader.forward_activated(input, ACTIVATIONS[type(module)], route)
             if done is not None:
                 return done, place + 2
-        if scale and isinstance(module, Linear) and not _drops_scale(module, m):
+        if (
+            scale
+            and isinstance(module, Linear)
+            and not _drops_scale(module, m)
+            and _is_bounded(modules, place)
+        ):
             return module(input, input_scale=scale), place + 1
         return module(input), place + 1
 
@@ -257,6 +269,20 @@ def _drops_scale(module: Linear, m: int) -> bool:
     """Whether a layer at m multiplies as without a static scale, of which its product has none."""
     is_own = type(module) is Linear or (type(module) is LinearNormAct and not module._chain)
     return m >= 0 and is_own and is_plain_call(module) and not quantizes(module._plan, m)
+
+
+def _is_bounded(modules: Sequence[nn.Module], place: int) -> bool:
+    """Whether no hook changes values from the norm that bounds them to the layer at a place."""
+    if not is_plain_call(modules[place]):
+        return False
+    for module in reversed(modules[:place]):
+        if not is_plain_call(module):
+            return False
+        if isinstance(module, LinearNormAct):
+            return is_plain_call(module.norm)
+        if isinstance(module, BlockRMSNorm):
+            return True
+    return False
 
 
 def _kind(module: nn.Module) -> str:

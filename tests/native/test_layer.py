@@ -177,7 +177,7 @@ def test_equal_plans_are_described_once(calls: list[bool]) -> None:
 
     def describe(plan: str) -> Any:
         described.append(plan)
-        return linear._described(plan)
+        return linear.described(plan)
 
     for _ in range(3):
         layer.changed()
@@ -195,7 +195,7 @@ def test_routes_in_use_stay_where_threads_describe_a_plan_at_once(calls: list[bo
         if not found:
             found.append(None)
             found[0] = NATIVE.call_layer(layer, x, lambda _: None)
-        return linear._described(layer_of(ROUTES)._plan)
+        return linear.described(layer_of(ROUTES)._plan)
 
     assert NATIVE.call_layer is not None
     assert NATIVE.call_layer(layer, x, describe) is None and found == [None]
@@ -235,7 +235,7 @@ def test_tensors_of_a_call_stay_where_a_thread_replaces_them(calls: list[bool]) 
             layer.freeze()
             return ACTIVATING
 
-        found = NATIVE.call_layer(layer, x, linear._described, "relu", activating, find)
+        found = NATIVE.call_layer(layer, x, linear.described, "relu", activating, find)
         assert expected is not None and torch.equal(found, expected)
         assert not layer.fp8_data.any()
 

@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 import lokakern
-from lokakern import jit
+from lokakern import driver, jit
 from lokakern.errors import BudgetError
 from lokakern.native import forget, replay, replayed
 from lokakern.registry import register
@@ -452,8 +452,9 @@ def test_a_plan_that_the_library_refuses_is_no_failed_call(library: Any) -> None
     assert counted.calls == 4 and library.size() == 1
 
 
+@pytest.mark.parametrize("broken", [(replay, "Recorder"), (driver, "make_room_for_maps")])
 def test_a_recording_that_cannot_begin_does_not_prevent_others(
-    library: Any, monkeypatch: pytest.MonkeyPatch
+    broken: tuple[Any, str], library: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: Any) -> None:
         raise RuntimeError("no storage")
@@ -463,7 +464,7 @@ def test_a_recording_that_cannot_begin_does_not_prevent_others(
     x = torch.ones(4, 4)
     call(x)
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no storage"):
-        patch.setattr(replay, "Recorder", fails)
+        patch.setattr(*broken, fails)
         call(x)
     for _ in range(3):
         call(x)

@@ -137,15 +137,6 @@ def test_at_m_without_kernels_layers_are_called_as_by_a_sequence(
             assert made == expected
 
 
-def test_hooks_see_the_scale_at_every_m() -> None:
-    model, seen = handed_over(model_of()), []
-    model[3].register_forward_pre_hook(
-        lambda _, __, options: seen.append(options), with_kwargs=True
-    )
-    model(rows(7))
-    assert seen == [{"input_scale": SCALE}]
-
-
 def test_the_scale_is_that_of_rows_that_a_hook_adds() -> None:
     model, x = handed_over(model_of()), rows(4)
     model[0].register_forward_hook(lambda _, __, y: torch.cat([y, *[y * 2] * 11]))
@@ -172,6 +163,25 @@ def test_gradients_alone_in_fp8() -> None:
         y.float().square().sum().backward()
         found.append([y.detach(), x.grad, *(p.grad.clone() for p in model.parameters())])
     assert same(*found)
+
+
+@pytest.mark.parametrize("place", [1, 2, 3])
+@pytest.mark.parametrize("how", ["after", "before", "instead"])
+def test_a_hook_that_leaves_the_bound_of_a_norm_ends_its_static_scale(place: int, how: str) -> None:
+    model, x = handed_over(model_of()), rows()
+    y, module = model(x), model[place]
+    if how == "after":
+        module.register_forward_hook(lambda _module, _given, y: 100 * y)
+    elif how == "before":
+        module.register_forward_pre_hook(lambda _module, given: (100 * given[0],))
+    else:
+        run = type(module).forward
+        module.forward = lambda x: 100 * run(module, x)
+    expected = nn.Sequential(*model)(x)
+    assert torch.equal(model(x), expected) and not torch.equal(expected, y)
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager")
+    assert torch.equal(compiled(x), expected)
 
 
 def test_a_layer_with_a_static_scale_runs_no_chain_of_its_own() -> None:

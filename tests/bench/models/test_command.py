@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -172,7 +173,7 @@ def test_ratios_are_per_round_and_rounds_at_a_low_clock_are_void(
 
     def elapsed(runner: throughput.Stepper, _device: torch.device) -> float:
         place = next(rounds)
-        of = 0 if place < 2 else (place - 2) // 2  # the first two choose how many rounds there are
+        of = 0 if place < 2 else (place - 2) // 2  # the first two warm up
         return throughput.BATCHES * speeds[of] * (200.0 if runner.name == "bf16" else 100.0)
 
     def read() -> float:
@@ -189,6 +190,22 @@ def test_ratios_are_per_round_and_rounds_at_a_low_clock_are_void(
     assert found.speedup == 2.0 and found.speedup_margin == 0.0
     assert (found.step_us, found.baseline_us) == (100.0, 200.0)
     assert found.margin_us > 0
+
+
+@pytest.mark.parametrize(("noise", "rounds"), [(0.0, 4), (0.004, 4), (0.2, 12)])
+def test_rounds_go_on_while_the_ratio_is_uncertain(
+    monkeypatch: pytest.MonkeyPatch, noise: float, rounds: int
+) -> None:
+    draws = random.Random(1)
+    monkeypatch.setattr(
+        throughput, "elapsed_us", lambda _runner, _device: 100 * draws.uniform(1 - noise, 1 + noise)
+    )
+    for name, value in {"FEWEST_ROUNDS": 2, "USUAL_ROUNDS": 4, "MOST_ROUNDS": 12}.items():
+        monkeypatch.setattr(throughput, name, value)
+    steppers = [throughput.Stepper(n, lambda: None, lambda: None, "") for n in ("bf16", "fast")]
+    assert throughput.race(steppers[0], steppers[1], CPU).rounds == rounds
+    monkeypatch.setattr(throughput, "RACE_SECONDS", 0.0)
+    assert throughput.race(steppers[0], steppers[1], CPU).rounds == 2
 
 
 @pytest.mark.parametrize(("kernel", "kind"), [

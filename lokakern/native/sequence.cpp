@@ -1,0 +1,254 @@
+// The eager call of a sequence of modules without Python's part of it.
+//
+// A call of a module takes the host 3 us beside its operators. Modules of the classes below run the
+// operators of their `forward` here, with what their dictionaries hold at the time; those with
+// hooks, a `forward` of their own, or other arguments are called as Python calls them.
+#include "sequence.h"
+
+#include <ATen/Context.h>
+#include <ATen/ops/batch_norm.h>
+#include <ATen/ops/gelu.h>
+#include <ATen/ops/layer_norm.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/relu.h>
+#include <ATen/ops/sigmoid.h>
+#include <ATen/ops/silu.h>
+#include <ATen/ops/tanh.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/csrc/utils/python_strings.h>
+
+#include "layer.h"
+#include "module.h"
+
+namespace lokakern {
+namespace {
+
+namespace py = pybind11;
+
+enum class Kind {
+  kConverted, kLinear, kRelu, kLayerNorm, kBatchNorm, kDropout, kGelu, kSilu, kSigmoid, kTanh,
+  kIdentity
+};
+
+struct KnownClass {
+  py::object type, forward;
+  Kind kind;
+};
+
+// Never released: the interpreter may be gone before.
+struct Classes {
+  std::vector<KnownClass> known;
+  std::vector<py::object> global_hooks;
+  py::object call;
+  PyObject* const backward_hooks = name_of("_backward_hooks");
+  PyObject* const backward_pre_hooks = name_of("_backward_pre_hooks");
+  PyObject* const compiled_call = name_of("_compiled_call_impl");
+  PyObject* const call_name = name_of("__call__");
+  PyObject* const training = name_of("training");
+  PyObject* const inplace = name_of("inplace");
+  PyObject* const approximate = name_of("approximate");
+  PyObject* const normalized_shape = name_of("normalized_shape");
+  PyObject* const eps = name_of("eps");
+  PyObject* const momentum = name_of("momentum");
+  PyObject* const running_mean = name_of("running_mean");
+  PyObject* const running_var = name_of("running_var");
+  PyObject* const idle_rows = name_of("_idle_rows");
+  PyObject* const idle_hooks = name_of("_idle_hooks");
+
+  Classes() {
+    const auto torch_nn = py::module_::import("torch.nn");
+    const auto add = [&](const py::object& type, Kind kind) {
+      known.push_back({type, type.attr("forward"), kind});
+    };
+    add(py::module_::import("lokakern.nn.linear").attr("Linear"), Kind::kConverted);
+    const std::pair<const char*, Kind> kinds[] = {
+        {"Linear", Kind::kLinear},       {"ReLU", Kind::kRelu},
+        {"LayerNorm", Kind::kLayerNorm}, {"BatchNorm1d", Kind::kBatchNorm},
+        {"Dropout", Kind::kDropout},     {"GELU", Kind::kGelu},
+        {"SiLU", Kind::kSilu},           {"Sigmoid", Kind::kSigmoid},
+        {"Tanh", Kind::kTanh},           {"Identity", Kind::kIdentity}};
+    for (const auto& [name, kind] : kinds) add(torch_nn.attr(name), kind);
+    const auto module = py::module_::import("torch.nn.modules.module");
+    for (const auto* name : {"_global_forward_hooks", "_global_forward_pre_hooks",
+                             "_global_backward_hooks", "_global_backward_pre_hooks"})
+      global_hooks.push_back(module.attr(name));
+    call = torch_nn.attr("Module").attr("__call__");
+  }
+
+  const KnownClass* find(PyObject* module) const {
+    for (const auto& each : known)
+      if (each.type.ptr() == reinterpret_cast<PyObject*>(Py_TYPE(module))) return &each;
+    return nullptr;
+  }
+
+  bool has_global_hooks() const {
+    return std::any_of(global_hooks.begin(), global_hooks.end(),
+                       [](const py::object& hooks) { return !is_empty(hooks.ptr()); });
+  }
+};
+
+const Classes& classes() {
+  static const Classes* made = nullptr;  // an import may let another thread in
+  if (!made) made = new Classes;
+  return *made;
+}
+
+bool has_attribute(PyObject* type, PyObject* name, const py::object& expected) {
+  const auto found = py::reinterpret_steal<py::object>(PyObject_GetAttr(type, name));
+  if (!found) PyErr_Clear();
+  return found.is(expected);
+}
+
+// Whether a call of a module is that of its class's own forward.
+bool is_plain(PyObject* dict, const KnownClass& known) {
+  const auto& of = classes();
+  return is_empty(item(dict, names().hooks)) && is_empty(item(dict, names().pre_hooks)) &&
+         is_empty(item(dict, of.backward_hooks)) && is_empty(item(dict, of.backward_pre_hooks)) &&
+         !item(dict, names().forward) && is_none(item(dict, of.compiled_call)) &&
+         has_attribute(known.type.ptr(), names().forward, known.forward) &&
+         has_attribute(known.type.ptr(), of.call_name, of.call);
+}
+
+std::optional<double> float_in(PyObject* object) {
+  if (!object || !PyFloat_CheckExact(object)) return std::nullopt;
+  return PyFloat_AS_DOUBLE(object);
+}
+
+// A tensor, an undefined one for None, or nothing for anything else.
+std::optional<at::Tensor> optional_in(PyObject* object) {
+  return object == Py_None ? at::Tensor() : tensor_in(object);
+}
+
+std::optional<std::vector<int64_t>> sizes_in(PyObject* object) {
+  if (!object || !PyTuple_Check(object)) return std::nullopt;
+  std::vector<int64_t> sizes;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(object); ++i) {
+    PyObject* const size = PyTuple_GET_ITEM(object, i);
+    if (!PyLong_CheckExact(size)) return std::nullopt;
+    sizes.push_back(PyLong_AsLongLong(size));
+  }
+  return sizes;
+}
+
+template <typename Op>
+at::Tensor without_gil(const Op& op) {
+  const py::gil_scoped_release others;  // a launch waits where the queue is full
+  return op();
+}
+
+// The output of a plain module of a known class, by what it holds; undefined if Python has to look.
+at::Tensor output_of(PyObject* dict, Kind kind, const at::Tensor& x) {
+  const auto& of = classes();
+  PyObject* const parameters = item(dict, names().parameters);
+  const auto in_place = [&] { return item(dict, of.inplace) != Py_False; };
+  switch (kind) {
+    case Kind::kConverted:
+    case Kind::kLinear: {
+      const auto weight = tensor_in(item(parameters, names().weight));
+      const auto bias = optional_in(item(parameters, names().bias));
+      if (!weight || !bias) return {};
+      return without_gil([&] { return at::linear(x, *weight, *bias); });
+    }
+    case Kind::kLayerNorm: {
+      const auto weight = optional_in(item(parameters, names().weight)),
+                 bias = optional_in(item(parameters, names().bias));
+      const auto shape = sizes_in(item(dict, of.normalized_shape));
+      const auto eps = float_in(item(dict, of.eps));
+      if (!weight || !bias || !shape || !eps) return {};
+      const bool has_cudnn = at::globalContext().userEnabledCuDNN();
+      return without_gil(
+          [&] { return at::layer_norm(x, *shape, *weight, *bias, *eps, has_cudnn); });
+    }
+    case Kind::kBatchNorm: {
+      PyObject* const buffers = item(dict, names().buffers);
+      const auto weight = optional_in(item(parameters, names().weight)),
+                 bias = optional_in(item(parameters, names().bias)),
+                 mean = tensor_in(item(buffers, of.running_mean)),
+                 variance = tensor_in(item(buffers, of.running_var));
+      const auto eps = float_in(item(dict, of.eps)), momentum = float_in(item(dict, of.momentum));
+      if (!weight || !bias || !mean || !variance || !eps || !momentum || x.dim() != 2 ||
+          item(dict, of.training) != Py_False)
+        return {};
+      const bool has_cudnn = at::globalContext().userEnabledCuDNN();
+      return without_gil([&] {
+        return at::batch_norm(x, *weight, *bias, *mean, *variance, false, *momentum, *eps,
+                              has_cudnn);
+      });
+    }
+    case Kind::kDropout:
+      return item(dict, of.training) == Py_False ? x : at::Tensor();
+    case Kind::kIdentity:
+      return x;
+    case Kind::kRelu:
+      return in_place() ? at::Tensor() : without_gil([&] { return at::relu(x); });
+    case Kind::kSilu:
+      return in_place() ? at::Tensor() : without_gil([&] { return at::silu(x); });
+    case Kind::kGelu: {
+      PyObject* const approximate = item(dict, of.approximate);
+      if (!approximate || !PyUnicode_CheckExact(approximate)) return {};
+      const auto how = THPUtils_unpackString(approximate);
+      return without_gil([&] { return at::gelu(x, how); });
+    }
+    case Kind::kSigmoid:
+      return without_gil([&] { return at::sigmoid(x); });
+    case Kind::kTanh:
+      return without_gil([&] { return at::tanh(x); });
+  }
+  return {};
+}
+
+bool has_plan(PyObject* dict) {
+  PyObject* const plan = item(dict, names().plan);
+  return plan && (!PyUnicode_CheckExact(plan) || PyUnicode_GET_LENGTH(plan));
+}
+
+// As ``module(x)`` in Python; null if it raises.
+py::object called(PyObject* module, const py::object& x, PyObject* describe) {
+  PyObject* const dict = dict_of(module);
+  const auto* known = classes().find(module);
+  if (known && dict && THPVariable_CheckExact(x.ptr()) && is_plain(dict, *known)) {
+    if (known->kind == Kind::kConverted && has_plan(dict)) {
+      PyObject* const given[] = {module, x.ptr(), describe};
+      const auto y = py::reinterpret_steal<py::object>(call_layer(nullptr, given, 3));
+      if (!y || !y.is_none()) return y;
+    } else {
+      const at::Tensor given = THPVariable_Unpack(x.ptr());
+      at::Tensor y = output_of(dict, known->kind, given);
+      if (y.defined()) return py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(y)));
+    }
+  }
+  return py::reinterpret_steal<py::object>(PyObject_CallOneArg(module, x.ptr()));
+}
+
+}  // namespace
+
+PyObject* call_sequence(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  if (count != 3) {
+    PyErr_SetString(PyExc_TypeError, "call_sequence: expected a sequence, a tensor, a function");
+    return nullptr;
+  }
+  const auto& of = classes();
+  PyObject* const dict = dict_of(given[0]);
+  PyObject *const rows = item(dict, of.idle_rows), *const hooks = item(dict, of.idle_hooks),
+           *const modules = item(dict, names().modules);
+  if (!rows || !PyLong_CheckExact(rows) || !hooks || !PyTuple_CheckExact(hooks) || !modules ||
+      reinterpret_cast<PyObject*>(Py_TYPE(given[1])) != THPVariableClass)
+    Py_RETURN_NONE;
+  const at::Tensor x = THPVariable_Unpack(given[1]);
+  if (x.dim() != 2 || x.size(0) != PyLong_AsLongLong(rows) || !is_usual_state()) Py_RETURN_NONE;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(hooks); ++i)  // those that may change rows
+    if (!is_empty(PyTuple_GET_ITEM(hooks, i))) Py_RETURN_NONE;
+  if (of.has_global_hooks()) Py_RETURN_NONE;
+  c10::SmallVector<py::object, 16> children;  // a call may change the dictionary
+  PyObject *name = nullptr, *child = nullptr;
+  for (Py_ssize_t place = 0; PyDict_Next(modules, &place, &name, &child);)
+    children.push_back(py::reinterpret_borrow<py::object>(child));
+  auto y = py::reinterpret_borrow<py::object>(given[1]);
+  for (const auto& module : children) {
+    y = called(module.ptr(), y, given[2]);
+    if (!y) return nullptr;
+  }
+  return y.release().ptr();
+}
+
+}  // namespace lokakern

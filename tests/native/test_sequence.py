@@ -1,0 +1,301 @@
+"""Idle sequences in C++: bits and gradients of torch's modules, and what Python still calls."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from lokakern.native import NATIVE
+from lokakern.nn.linear import Linear
+from lokakern.nn.static_handoff import BoundedSequential, set_handoff
+from tests.support import native
+from tests.support.routed_layers import BY_ROW, K, layer_of, rows
+
+IDLE = 4  # rows at which BY_ROW does not hold
+KINDS: dict[str, Callable[[], nn.Module]] = {
+    "Linear": lambda: nn.Linear(K, K),
+    "Linear without bias": lambda: nn.Linear(K, K, bias=False),
+    "converted": lambda: Linear(K, K),
+    "converted, with a plan": lambda: layer_of((BY_ROW, "", ""), n=K),
+    "LayerNorm": lambda: nn.LayerNorm(K, eps=1e-3),
+    "LayerNorm without weight": lambda: nn.LayerNorm((K,), elementwise_affine=False),
+    "LayerNorm without bias": lambda: nn.LayerNorm(K, bias=False),
+    "BatchNorm1d": lambda: nn.BatchNorm1d(K),
+    "BatchNorm1d without weight": lambda: nn.BatchNorm1d(K, affine=False),
+    "Dropout": lambda: nn.Dropout(0.4),
+    "Identity": nn.Identity,
+    "ReLU": nn.ReLU,
+    "GELU": nn.GELU,
+    "GELU by tanh": lambda: nn.GELU("tanh"),
+    "SiLU": nn.SiLU,
+    "Sigmoid": nn.Sigmoid,
+    "Tanh": nn.Tanh,
+}
+BY_PYTHON: dict[str, Callable[[], nn.Module]] = {
+    "Hardswish": nn.Hardswish,
+    "ReLU in place": lambda: nn.ReLU(inplace=True),
+    "SiLU in place": lambda: nn.SiLU(inplace=True),
+    "RMSNorm": lambda: nn.RMSNorm(K),
+    "BatchNorm1d by batches": lambda: nn.BatchNorm1d(K, track_running_stats=False),
+    "BatchNorm1d with a cumulative average": lambda: nn.BatchNorm1d(K, momentum=None),
+}
+
+
+@pytest.fixture
+def made() -> Iterator[list[bool]]:
+    """Whether C++ ran each sequence."""
+    with native.in_use() as library, pytest.MonkeyPatch.context() as patch:
+        calls: list[bool] = []
+
+        def counted(*given: Any) -> Any:
+            y = library.call_sequence(*given)
+            calls.append(y is not None)
+            return y
+
+        patch.setattr(NATIVE, "call_sequence", counted)
+        yield calls
+
+
+def sequence(*modules: nn.Module, dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
+    """Modules of which the second is fused with the third, but not at `IDLE` rows."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Linear(K, K), nn.ReLU(), *modules).to(dtype).eval()
+    for name, tensor in model.state_dict().items():
+        if tensor.dim() == 1:
+            nn.init.uniform_(tensor, 0.1 if "var" in name else -0.5, 1.0)
+    none = [""] * len(model)
+    set_handoff(model, none, ["", BY_ROW, *none[2:]])
+    assert type(model) is BoundedSequential
+    return model
+
+
+def idle(model: nn.Sequential) -> nn.Sequential:
+    """A sequence that knows its idle rows."""
+    with torch.no_grad():
+        model(rows(IDLE).to(model[0].weight.dtype))
+    assert vars(model)["_idle_rows"] == IDLE
+    return model
+
+
+def forwards(run: Callable[[], object]) -> list[str]:
+    """Classes whose forward Python ran."""
+    seen: list[str] = []
+
+    def look(frame: FrameType, event: str, _argument: object) -> None:
+        if event == "call" and frame.f_code.co_name == "forward":
+            seen.append(type(frame.f_locals.get("self")).__name__)
+
+    sys.setprofile(look)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return [name for name in seen if name != "BoundedSequential"]
+
+
+def results(model: nn.Module, x: Tensor) -> list[Tensor | None]:
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    y = model(x)
+    y.float().square().sum().backward()
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters())]
+
+
+def same(found: list[Tensor | None], expected: list[Tensor | None]) -> bool:
+    return all(
+        b is None if a is None else b is not None and torch.equal(a, b)
+        for a, b in zip(found, expected, strict=True)
+    )
+
+
+def plain(model: nn.Sequential) -> nn.Sequential:
+    """The same modules, called by torch's own sequence."""
+    return nn.Sequential(*model)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *BY_PYTHON])
+def test_outputs_and_gradients_have_the_bits_of_python(kind: str, made: list[bool]) -> None:
+    model = idle(sequence(nn.Linear(K, K), (KINDS | BY_PYTHON)[kind](), nn.Linear(K, 8)))
+    x = rows(IDLE)
+    made.clear()
+    assert same(results(model, x), results(plain(model), x)) and made == [True]
+    with torch.no_grad():
+        names = forwards(lambda: model(x))
+    assert len(names) == (kind in BY_PYTHON)
+
+
+@pytest.mark.parametrize("kind", ["Dropout", "BatchNorm1d"])
+def test_modules_in_training(kind: str, made: list[bool]) -> None:
+    model = idle(sequence(KINDS[kind](), nn.Linear(K, 8))).train()
+    other, x = copy.deepcopy(plain(model)), rows(IDLE)
+    made.clear()
+    torch.manual_seed(1)
+    found = results(model, x)
+    torch.manual_seed(1)
+    assert same(found, results(other, x)) and made == [True]
+    assert all(map(torch.equal, plain(model).state_dict().values(), other.state_dict().values()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast(dtype: torch.dtype, made: list[bool]) -> None:
+    modules = [nn.LayerNorm(K), nn.ReLU(), nn.Linear(K, K), nn.GELU(), nn.Linear(K, 8)]
+    model, x = idle(sequence(*modules, dtype=dtype)), rows(IDLE).to(dtype)
+    made.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert same(results(model, x), results(plain(model), x))
+    assert made == [True]
+
+
+def forward_hook(model: nn.Sequential) -> None:
+    model[2].register_forward_hook(lambda _module, _given, y: 2 * y)
+
+
+def pre_hook(model: nn.Sequential) -> None:
+    model[2].register_forward_pre_hook(lambda _module, given: (2 * given[0],))
+
+
+def backward_hook(model: nn.Sequential) -> None:
+    model[2].register_full_backward_hook(lambda _module, given, _: (3 * given[0],))
+
+
+def backward_pre_hook(model: nn.Sequential) -> None:
+    model[2].register_full_backward_pre_hook(lambda _module, given: (3 * given[0],))
+
+
+def own_forward(model: nn.Sequential) -> None:
+    model[2].forward = lambda x: 2 * x
+
+
+def own_compiled_call(model: nn.Sequential) -> None:
+    model[2]._compiled_call_impl = lambda x: 2 * x
+
+
+def another_class(model: nn.Sequential) -> None:
+    class Doubling(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    model[2].__class__ = Doubling
+
+
+def parametrized(model: nn.Sequential) -> None:
+    parametrizations.weight_norm(model[2])
+
+
+def a_parameter_as_an_attribute(model: nn.Sequential) -> None:
+    weight = model[2].weight.detach() * 2
+    del model[2].weight
+    model[2].weight = weight
+
+
+def another_weight(model: nn.Sequential) -> None:
+    model[2].weight = nn.Parameter(model[2].weight.detach() * 2)
+
+
+def another_module(model: nn.Sequential) -> None:
+    model._modules["2"] = nn.Tanh()  # without our __setattr__
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        forward_hook, pre_hook, backward_hook, backward_pre_hook, own_forward, own_compiled_call,
+        another_class, parametrized, a_parameter_as_an_attribute, another_weight, another_module,
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore")
+def test_changes_after_the_first_call_are_seen(
+    change: Callable[[nn.Sequential], None], made: list[bool]
+) -> None:
+    model, x = idle(sequence(nn.Linear(K, K), nn.Tanh())), rows(IDLE)
+    before = results(model, x)
+    change(model)
+    found = results(model, x)
+    assert same(found, results(plain(model), x)) and not same(found[:2], before[:2])
+
+
+def test_global_hooks_and_patched_classes_are_seen(
+    made: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = idle(sequence(nn.Linear(K, K))), rows(IDLE)
+    made.clear()
+    y = model(x)
+    seen: list[str] = []
+    hook = nn.modules.module.register_module_forward_hook(
+        lambda module, _given, _y: seen.append(type(module).__name__)
+    )
+    model(x)
+    hook.remove()
+    assert seen == ["Linear", "ReLU", "Linear", "BoundedSequential"] and made == [True, False]
+    monkeypatch.setattr(nn.ReLU, "forward", lambda _self, x: x * 2)
+    found = model(x)
+    assert torch.equal(found, plain(model)(x)) and not torch.equal(found, y)
+    monkeypatch.undo()
+    calls: list[str] = []
+    call = nn.Module.__call__
+
+    def counted(self: nn.Module, *given: Any) -> Any:
+        calls.append(type(self).__name__)
+        return call(self, *given)
+
+    monkeypatch.setattr(nn.Module, "__call__", counted)
+    assert torch.equal(model(x), y)
+    assert calls == ["BoundedSequential", "Linear", "ReLU", "Linear"]
+
+
+class Subclass(Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.repeat(2, 1), lambda x: x[None], lambda x: x[0],
+        lambda x: x.as_subclass(Subclass),
+    ],
+)  # fmt: skip
+def test_other_inputs_are_left_to_python(
+    change: Callable[[Tensor], Tensor], made: list[bool]
+) -> None:
+    model = idle(sequence(nn.Linear(K, K)))
+    x = change(rows(IDLE))
+    made.clear()
+    found = model(x)
+    assert made == [False]
+    assert type(found) is type(x) and torch.equal(found, plain(model)(x))
+
+
+def test_errors_are_those_of_python(made: list[bool]) -> None:
+    model = idle(sequence(nn.Linear(K, K), nn.Identity()))
+    bad = rows(IDLE)[:, : K // 2]
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(bad)
+
+    def fail(_module: nn.Module, _given: Any) -> None:
+        raise LookupError("of a hook")
+
+    model[2].register_forward_pre_hook(fail)
+    with pytest.raises(LookupError, match="of a hook"):
+        model(rows(IDLE))
+
+
+def test_a_module_that_shrinks_the_sequence_while_it_runs(made: list[bool]) -> None:
+    model = sequence(nn.Hardswish(), nn.Linear(K, 8))
+    expected = idle(model)(rows(IDLE))
+    made.clear()
+
+    class Removing(nn.Hardswish):
+        def forward(self, x: Tensor) -> Tensor:
+            model._modules.pop("3", None)
+            return super().forward(x)
+
+    model[2].__class__ = Removing
+    assert torch.equal(model(rows(IDLE)), expected) and made == [True]
