@@ -1,4 +1,4 @@
-// The eager call of a sequence of modules without Python's part of it.
+// The eager call of a sequence, without Python's part of modules that have no setting at its rows.
 //
 // A call of a module takes the host 3 us beside its operators. Modules of the classes below run the
 // operators of their `forward` here, with what their dictionaries hold at the time; those with
@@ -52,8 +52,8 @@ struct Classes {
   PyObject* const momentum = name_of("momentum");
   PyObject* const running_mean = name_of("running_mean");
   PyObject* const running_var = name_of("running_var");
-  PyObject* const idle_rows = name_of("_idle_rows");
-  PyObject* const idle_hooks = name_of("_idle_hooks");
+  PyObject* const at_rows = name_of("_at_rows");
+  PyObject* const handed = name_of("_handed");
 
   Classes() {
     const auto torch_nn = py::module_::import("torch.nn");
@@ -229,24 +229,44 @@ PyObject* call_sequence(PyObject*, PyObject* const* given, Py_ssize_t count) {
   }
   const auto& of = classes();
   PyObject* const dict = dict_of(given[0]);
-  PyObject *const rows = item(dict, of.idle_rows), *const hooks = item(dict, of.idle_hooks),
-           *const modules = item(dict, names().modules);
-  if (!rows || !PyLong_CheckExact(rows) || !hooks || !PyTuple_CheckExact(hooks) || !modules ||
+  PyObject *const at_rows = item(dict, of.at_rows), *const modules = item(dict, names().modules);
+  if (!at_rows || !PyTuple_CheckExact(at_rows) || PyTuple_GET_SIZE(at_rows) != 4 || !modules ||
       reinterpret_cast<PyObject*>(Py_TYPE(given[1])) != THPVariableClass)
     Py_RETURN_NONE;
-  const at::Tensor x = THPVariable_Unpack(given[1]);
-  if (x.dim() != 2 || x.size(0) != PyLong_AsLongLong(rows) || !is_usual_state()) Py_RETURN_NONE;
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(hooks); ++i)  // those that may change rows
-    if (!is_empty(PyTuple_GET_ITEM(hooks, i))) Py_RETURN_NONE;
-  if (of.has_global_hooks()) Py_RETURN_NONE;
+  const auto known = py::reinterpret_borrow<py::tuple>(at_rows);  // which a call may replace
+  const py::object rows = known[0], states = known[1], handoff = known[2], hooks = known[3];
+  {
+    const at::Tensor& x = THPVariable_Unpack(given[1]);
+    if (x.dim() != 2 || x.size(0) != PyLong_AsLongLong(rows.ptr()) || !is_usual_state() ||
+        of.has_global_hooks())
+      Py_RETURN_NONE;
+  }
+  for (const auto& each : hooks)  // those that may change rows
+    if (!is_empty(each.ptr())) Py_RETURN_NONE;
   c10::SmallVector<py::object, 16> children;  // a call may change the dictionary
   PyObject *name = nullptr, *child = nullptr;
   for (Py_ssize_t place = 0; PyDict_Next(modules, &place, &name, &child);)
     children.push_back(py::reinterpret_borrow<py::object>(child));
+  const py::object expected = handoff[py::int_(1)];
+  const auto count_of = [](const py::object& tuple) {
+    return PyTuple_Check(tuple.ptr()) ? static_cast<size_t>(PyTuple_GET_SIZE(tuple.ptr())) : 0;
+  };
+  if (count_of(states) != children.size() || count_of(expected) != children.size())
+    Py_RETURN_NONE;
+  for (size_t i = 0; i < children.size(); ++i)
+    if (children[i].ptr() != PyTuple_GET_ITEM(expected.ptr(), i)) Py_RETURN_NONE;
   auto y = py::reinterpret_borrow<py::object>(given[1]);
-  for (const auto& module : children) {
-    y = called(module.ptr(), y, given[2]);
-    if (!y) return nullptr;
+  for (size_t place = 0; place < children.size();) {
+    if (PyLong_AsLong(PyTuple_GET_ITEM(states.ptr(), place)) < 2) {
+      y = called(children[place++].ptr(), y, given[2]);
+      if (!y) return nullptr;
+      continue;
+    }
+    const py::int_ here(place);
+    const auto handed = py::reinterpret_steal<py::object>(PyObject_CallMethodObjArgs(
+        given[0], of.handed, y.ptr(), here.ptr(), rows.ptr(), handoff.ptr(), nullptr));
+    if (!handed) return nullptr;
+    std::tie(y, place) = handed.cast<std::tuple<py::object, size_t>>();
   }
   return y.release().ptr();
 }

@@ -74,7 +74,7 @@ class Handoff(NamedTuple):
     chains: tuple[str, ...] = ()
 
 
-_DERIVED = ("_chain_recipes", "_idle_rows", "_idle_hooks")
+_DERIVED = ("_chain_recipes", "_at_rows")
 _ROWWISE = (
     nn.Linear, nn.LayerNorm, nn.RMSNorm, BlockRMSNorm, *_BOUNDED, nn.GELU, nn.Sigmoid, nn.Tanh,
     nn.Dropout, nn.BatchNorm1d,
@@ -96,11 +96,10 @@ class BoundedSequential(nn.Sequential):
 
     # How its chains were called, see `lokakern.nn.chain_call.call_again`.
     _chain_recipes: dict[Any, Any] | None = None
-    # Rows of a call in which nothing held, if its modules keep rows, and the dictionaries of their
-    # hooks, which may change rows. Code that is rarely run is not in the host's cache: `_run` took
-    # an H100's host 14 us of 220 for the tower at 512 rows.
-    _idle_rows = -1
-    _idle_hooks: tuple[Any, ...] = ()
+    # Of the last call, if its modules keep rows: rows, `_states_at`, the handoff, and dictionaries
+    # of hooks, which may change rows. C++ runs calls of as many rows; `_run` took an H100's host
+    # 14 us of 220 for the tower at 512 rows.
+    _at_rows: tuple[int, tuple[int, ...], Handoff, tuple[Any, ...]] | None = None
 
     @property
     def is_as_known(self) -> bool:
@@ -114,15 +113,6 @@ class BoundedSequential(nn.Sequential):
                 y = NATIVE.call_sequence(self, input, described)
                 if y is not None:
                     return y  # type: ignore[no-any-return]
-            elif (
-                type(input) is Tensor
-                and input.dim() == 2
-                and input.size(0) == self._idle_rows
-                and not any(self._idle_hooks)
-            ):
-                for module in self._modules.values():
-                    input = module(input)
-                return input
             return self._run(input)
         modules = list(self._modules.values())
         words = [word.split("\0") for word in self._known.split("\1")]
@@ -165,8 +155,8 @@ class BoundedSequential(nn.Sequential):
             return super().forward(input)  # type: ignore[no-any-return, no-untyped-call]
         m, place, settings = rows_in(input), 0, handoff[2:]
         states = _states_at(*settings, m)
-        if m >= 0 and max(states, default=0) < 2 and input.dim() == 2 and _keep_rows(modules):
-            vars(self).update(_idle_hooks=_hooks_of(modules), _idle_rows=m)
+        if m >= 0 and input.dim() == 2 and _keep_rows(modules):
+            vars(self)["_at_rows"] = (m, states, handoff, _hooks_of(modules))
         for here, module in enumerate(modules):
             if here < place:
                 continue  # a part of what ran

@@ -78,10 +78,10 @@ def sequence(*modules: nn.Module, dtype: torch.dtype = torch.bfloat16) -> nn.Seq
 
 
 def idle(model: nn.Sequential) -> nn.Sequential:
-    """A sequence that knows its idle rows."""
+    """A sequence that was called with `IDLE` rows."""
     with torch.no_grad():
         model(rows(IDLE).to(model[0].weight.dtype))
-    assert vars(model)["_idle_rows"] == IDLE
+    assert vars(model)["_at_rows"][0] == IDLE
     return model
 
 
@@ -249,6 +249,31 @@ def test_global_hooks_and_patched_classes_are_seen(
     monkeypatch.setattr(nn.Module, "__call__", counted)
     assert torch.equal(model(x), y)
     assert calls == ["BoundedSequential", "Linear", "ReLU", "Linear"]
+
+
+def test_settings_that_hold_run_among_other_modules(
+    made: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = sequence(layer_of((BY_ROW, "", ""), n=K), nn.Tanh(), nn.Linear(K, 8))
+    for layer in (model[0], model[2]):
+        layer.take_routes((BY_ROW, "", ""), layer.weight)
+        layer.freeze()
+    x, runs = rows(48), []
+    run = BoundedSequential._handed
+
+    def counted(*given: Any) -> Any:
+        runs.append(given[2:4])
+        return run(*given)
+
+    monkeypatch.setattr(BoundedSequential, "_handed", counted)
+    with torch.no_grad():
+        y = model(x)
+        for _ in range(2):
+            assert torch.equal(model(x), y)
+        assert made == [False, True, True] and runs == [(1, 48)] * 3
+        assert forwards(lambda: model(x)) == []
+        model._modules["3"] = nn.ReLU()
+        assert torch.equal(model(x), plain(model)(x)) and made[-1] is False
 
 
 class Subclass(Tensor):
