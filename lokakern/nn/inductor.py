@@ -54,7 +54,13 @@ def fuse_quantizers() -> None:
         return lowered
 
     call = called("routed_gemm")
-    quantize = fallback_handler(torch.ops.lokakern.quantize_weight.default, False)  # type: ignore[no-untyped-call]
+    quantize_op = torch.ops.lokakern.quantize_weight.default
+    call_quantize = fallback_handler(quantize_op, False)  # type: ignore[no-untyped-call]
+
+    def quantize(a: Any, form: str) -> tuple[Any, Any]:
+        found: tuple[Any, Any] = call_quantize(a, form)
+        _made(ir, V.graph, quantize_op)
+        return found
 
     def quantized(a: Any, form: str, route: str) -> tuple[Any, Any]:
         """The operand in FP8, once for all readers, or None if the product is to quantize it.
@@ -97,11 +103,8 @@ def fuse_quantizers() -> None:
 
 def _call_directly(ir: Any, graph: Any, op: Any, name: str) -> None:
     """Let the code that Inductor generates call a function of this module."""
-    made = next(
-        (x for x in reversed(getattr(graph, "operations", [])) if isinstance(x, ir.FallbackKernel)),
-        None,
-    )
-    if made is None or made.op_overload is not op:
+    made = _made(ir, graph, op)
+    if made is None:
         return
     generate = made.codegen
 
@@ -112,6 +115,23 @@ def _call_directly(ir: Any, graph: Any, op: Any, name: str) -> None:
         generate(wrapper)
 
     made.codegen = codegen
+
+
+def _made(ir: Any, graph: Any, op: Any) -> Any:
+    """The call of an op that Inductor has just made, or None.
+
+    Its outputs are not checked: this library allocates them, and checks of strides and alignment
+    take the host 0.8 us each.
+    """
+    made = next(
+        (x for x in reversed(getattr(graph, "operations", [])) if isinstance(x, ir.FallbackKernel)),
+        None,
+    )
+    if made is None or made.op_overload is not op:
+        return None
+    for output in made.outputs:
+        output.skip_size_stride_alignment_checks = True
+    return made
 
 
 def routed_gemm(
