@@ -235,6 +235,13 @@ def test_global_hooks_and_patched_classes_are_seen(
     model(x)
     hook.remove()
     assert seen == ["Linear", "ReLU", "Linear", "BoundedSequential"] and made == [True, False]
+    seen.clear()
+    hook = nn.modules.module.register_module_full_backward_hook(
+        lambda module, _given, _gradients: seen.append(type(module).__name__)
+    )
+    model(x).sum().backward()
+    hook.remove()
+    assert sorted(seen) == ["BoundedSequential", "Linear", "Linear", "ReLU"]
     monkeypatch.setattr(nn.ReLU, "forward", lambda _self, x: x * 2)
     found = model(x)
     assert torch.equal(found, plain(model)(x)) and not torch.equal(found, y)
