@@ -17,6 +17,9 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/csrc/utils/python_strings.h>
 
+#include <algorithm>
+#include <tuple>
+
 #include "layer.h"
 #include "module.h"
 

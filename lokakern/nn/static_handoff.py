@@ -258,7 +258,7 @@ def _states_at(
 def _drops_scale(module: Linear, m: int) -> bool:
     """Whether a layer at m multiplies as without a static scale, of which its product has none."""
     is_own = type(module) is Linear or (type(module) is LinearNormAct and not module._chain)
-    return m >= 0 and is_own and is_plain_call(module) and not quantizes(module._plan, m)
+    return m >= 0 and is_own and not quantizes(module._plan, m)
 
 
 def _is_bounded(modules: Sequence[nn.Module], place: int) -> bool:
