@@ -106,8 +106,13 @@ int main(int count, char** given) {
     std::cerr << "usage: serve model.plans model.pt2 input.pt output.pt [calls]\n";
     return 2;
   }
+  const int calls = count == 6 ? std::atoi(given[5]) : 100;
+  if (calls < 1) {
+    std::cerr << "serve: calls is " << given[5] << "; expected a number from 1 on\n";
+    return 2;
+  }
   try {
-    serve(given[1], given[2], given[3], given[4], count == 6 ? std::atoi(given[5]) : 100);
+    serve(given[1], given[2], given[3], given[4], calls);
   } catch (const std::exception& error) {
     std::cerr << "serve: " << error.what() << '\n';
     return 1;

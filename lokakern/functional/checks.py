@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from lokakern import jit
 from lokakern.errors import DeviceError, FormatError, ShapeError, UnsupportedError
 from lokakern.functional.static_scale import check_number, number_scale
 from lokakern.types import (
@@ -167,6 +168,16 @@ def check_out(op: str, out: Tensor | None, shape: tuple[int, int], dtype: torch.
     if shape[0] > 1 and out.stride(0) < shape[1]:
         raise ShapeError(f"{op}: out has strides {out.stride()}; its rows overlap")
     return not out.is_contiguous()
+
+
+def note_write(given: Tensor | None) -> None:
+    """Tell autograd, and a recording, of a launch that wrote to a tensor of the caller, if any."""
+    if given is None:
+        return
+    if jit.recorder is not None:
+        jit.recorder.wrote(given)
+    if not given.is_inference():  # which has no version
+        torch.autograd.graph.increment_version(given)
 
 
 def check_bias(op: str, bias: Tensor | None, n: int, dtype: torch.dtype) -> None:

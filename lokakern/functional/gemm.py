@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from lokakern.errors import ShapeError, UnsupportedError
-from lokakern.functional.checks import check_bias, check_out, gemm_problem, is_traced, warn_once
+from lokakern.functional.checks import (
+    check_bias,
+    check_out,
+    gemm_problem,
+    is_traced,
+    note_write,
+    warn_once,
+)
 from lokakern.functional.traced import budget_of_limits, limits_of, names_of
 from lokakern.native import forget, recorded_op, replayed
 from lokakern.sampled_check import watch_of_gemm
@@ -60,7 +67,8 @@ def gemm(
             measured distributions. None means the unquantized kernel, or the budget of a prepared
             weight.
         bias: ``[n]``, dtype of ``a``, added before the output is rounded.
-        out: Output, ``[m, n]``, dtype of ``a``, columns contiguous; may be a slice.
+        out: Output, ``[m, n]``, dtype of ``a``, columns contiguous; may be a slice. It must
+            share no memory with an operand.
         distribution: Input distributions for the error; None means all realistic ones.
         on_miss: Action without measurements: "bf16" (the unquantized kernel, or one that a model
             predicts to be faster; logged once and saved for ``sweep --from-misses``), "raise", or
@@ -110,7 +118,7 @@ def gemm(
             _PLANS.clear()
         if key is not None and generation == dispatcher.generation():
             _PLANS[key] = table
-    m = a.shape[0]
+    m, given = a.shape[0], out
     if out is None:
         out = a.new_empty((m, table.problem.n))
     elif out.shape[0] != m:
@@ -127,6 +135,7 @@ def gemm(
         kernel = table.kernels[place]
     assert kernel is not None  # a table for this device has an unquantized kernel
     kernel.launch(a, b, out, bias, kernel.workspace(a, b))
+    note_write(given)
     if table.watch is not None and kernel.quantizes:
         right: Tensor | None = b  # type: ignore[assignment]
         if type(b) is QuantizedTensor:

@@ -13,7 +13,13 @@ from torch.compiler import is_compiling
 
 from lokakern.device import current_device
 from lokakern.errors import FormatError, ShapeError, UnknownNameError, UnsupportedError
-from lokakern.functional.checks import check_matrix, check_out, check_untraced, checked_scale
+from lokakern.functional.checks import (
+    check_matrix,
+    check_out,
+    check_untraced,
+    checked_scale,
+    note_write,
+)
 from lokakern.functional.norm_checks import (
     MATRICES,
     Cross,
@@ -295,6 +301,7 @@ def gemm_norm_by(
     if problem.m and problem.n:
         left = a.data if isinstance(a, QuantizedTensor) else a
         _launch(choose(problem, left), a, b, result, epilogue)
+        note_write(out)
     return result
 
 
@@ -369,6 +376,7 @@ def _dispatched(
         assert found is not None  # a table for this device has an unquantized kernel
         kernel = found
     _launch(kernel, a, b, result, epilogue)
+    note_write(out)
     return result
 
 

@@ -16,6 +16,7 @@ from lokakern.functional.checks import (
     check_same_device,
     check_untraced,
     granularity_named,
+    note_write,
     operand_of,
 )
 from lokakern.functional.traced import text_of
@@ -149,7 +150,11 @@ def quantize_by(
     workspace = kernel.workspace(x, made.data, made.scale)
     if amax is not None:
         workspace = (amax, *workspace[1:])
-    kernel.launch(x.detach(), made.data, made.scale, workspace)
+    # torch.ldexp, of 1x32 scales, reads wrong addresses where another GPU is the current one
+    # (torch 2.11, pytorch issue 189567).
+    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
+        kernel.launch(x.detach(), made.data, made.scale, workspace)
+    note_write(amax)
     return made.tensor()
 
 
@@ -179,6 +184,7 @@ def quantize_transpose_by(
     if amax is not None:
         workspace = (amax, *workspace[1:])
     kernel.launch(x.detach(), *outputs, workspace)
+    note_write(amax)
     both = made.tensor(), turned.tensor()
     return both if sums is None else (*both, sums)
 

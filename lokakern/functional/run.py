@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lokakern.functional.checks import gemm_problem
+from lokakern.functional.checks import gemm_problem, note_write
 from lokakern.functional.gemm_norm import gemm_norm_by, norm_quantize_by
 from lokakern.functional.quantize import dequantize_by, quantize_by, quantize_transpose_by
 from lokakern.functional.scaled_gemm import scaled_gemm_by
@@ -53,10 +53,11 @@ def run(
         return scaled_gemm_by(choose, a, b, bias=bias, out=out, out_format=out_format, **options)
     problem = gemm_problem(a, b, bias, out)
     choose(problem, a)
-    out = a.new_empty((problem.m, problem.n)) if out is None else out
+    result = a.new_empty((problem.m, problem.n)) if out is None else out
     if problem.m and problem.n:
-        kernel.launch(a, b, out, bias, kernel.workspace(a, b))
-    return out
+        kernel.launch(a, b, result, bias, kernel.workspace(a, b))
+        note_write(out)
+    return result
 
 
 choice.set_runner(run)

@@ -19,6 +19,7 @@ from lokakern.functional.checks import (
     check_same_device,
     check_untraced,
     checked_scale,
+    note_write,
     operand_of,
 )
 from lokakern.functional.static_scale import check_number, output_scale, with_kept_scale
@@ -184,6 +185,7 @@ def scaled_gemm_by(
         accumulate=accumulate,
     )  # fmt: skip
     result: Tensor | QuantizedTensor | None = out
+    given = out
     if out is None:
         if form.is_fp8:
             assert scale is not None  # checked above
@@ -200,6 +202,7 @@ def scaled_gemm_by(
         kernel = choose(problem, first.data, frozenset(name for name in needs if needs[name]))
         operands = (*_left(slices), *b.transpose, out, bias)
         kernel.launch(*operands, kernel.workspace(*operands, *extra), *extra)
+        note_write(given)
     assert result is not None
     return result
 

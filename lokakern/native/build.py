@@ -7,6 +7,7 @@ import importlib.util
 import os
 import platform
 import shutil
+import struct
 import subprocess
 import sys
 import sysconfig
@@ -51,37 +52,69 @@ def library_path(cxx: str) -> Path:
     return cache_folder() / f"{_NAME}-{decisive.hexdigest()[:32]}.so"
 
 
+def is_whole(path: Path) -> bool:
+    """Whether a library is there, and not cut off: to load such a one ends the process.
+
+    ELF64: the table of sections, whose place the header tells, is the last of a file.
+    """
+    try:
+        with open(path, "rb") as file:
+            header = file.read(64)
+        if len(header) < 64 or header[:5] != b"\x7fELF\x02":
+            return False
+        (start,) = struct.unpack_from("<Q", header, 40)
+        size, count = struct.unpack_from("<2H", header, 58)
+        return bool(start + size * count <= path.stat().st_size)
+    except OSError:
+        return False
+
+
 def build(cxx: str) -> Path:
     """Compile the library unless it is in the cache; 15 to 20 s.
 
     Many processes may build at once: one compiles, the others wait for it.
 
     Raises:
-        CompilationError: The compiler refuses, or headers are missing.
+        CompilationError: The compiler refuses, headers are missing, or a build, here or in another
+            process, takes longer than 600 s.
     """
     path = library_path(cxx)
-    if path.exists():
+    if is_whole(path):
         return path
-    from filelock import FileLock  # a dependency of torch
+    from filelock import FileLock, Timeout  # a dependency of torch
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{path}.lock", timeout=_LONGEST_S):
-        if path.exists():
-            return path
-        handle, made = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.")
-        os.close(handle)
-        os.chmod(made, 0o755)
-        # A process may end before its thread has built, and its successors, too: what they started
-        # goes on by itself, and only a whole library gets the name.
-        done = subprocess.run(
-            ["/bin/sh", "-c", _FINISH, "sh", made, str(path), *_command(cxx, Path(made))],
-            capture_output=True, text=True, timeout=_LONGEST_S, start_new_session=True,
-        )  # fmt: skip
-        if done.returncode:
-            raise CompilationError(
-                f"{cxx} does not compile lokakern's native library: {done.stderr[-2000:]}"
-            )
+    try:
+        with FileLock(f"{path}.lock", timeout=_LONGEST_S):
+            if not is_whole(path):
+                _compile(cxx, path)
+    except Timeout as error:
+        raise CompilationError(
+            f"another process has been building lokakern's native library for {_LONGEST_S} s, and "
+            f"holds {path}.lock: wait for it, or end it"
+        ) from error
     return path
+
+
+def _compile(cxx: str, path: Path) -> None:
+    handle, made = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.")
+    os.close(handle)
+    os.chmod(made, 0o755)
+    # A process may end before its thread has built, and its successors, too: what they started
+    # goes on by itself, and only a whole library gets the name.
+    command = ["/bin/sh", "-c", _FINISH, "sh", made, str(path), *_command(cxx, Path(made))]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_LONGEST_S, start_new_session=True
+        )
+    except subprocess.TimeoutExpired as error:
+        raise CompilationError(
+            f"{cxx} has been compiling lokakern's native library for {_LONGEST_S} s"
+        ) from error
+    if done.returncode:
+        raise CompilationError(
+            f"{cxx} does not compile lokakern's native library: {done.stderr[-2000:]}"
+        )
 
 
 def _command(cxx: str, made: Path) -> list[str]:

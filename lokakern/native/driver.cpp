@@ -70,6 +70,15 @@ void use_context(int device) {
   check(call_driver("cuCtxSetCurrent", context), "cuCtxSetCurrent");
 }
 
+PrimaryContext::PrimaryContext(int device) {
+  void* own = nullptr;
+  check(call_driver("cuCtxGetCurrent", &before_), "cuCtxGetCurrent");
+  check(call_driver("cuDevicePrimaryCtxRetain", &own, device), "cuDevicePrimaryCtxRetain");
+  check(call_driver("cuCtxSetCurrent", own), "cuCtxSetCurrent");
+}
+
+PrimaryContext::~PrimaryContext() { call_driver("cuCtxSetCurrent", before_); }
+
 void* current_stream(int device) {
   using Current = int (*)(int32_t, void**);  // torch's C interface, see shim.h of AOTInductor
   static const Current current = [] {
@@ -99,7 +108,6 @@ void* load_kernel(std::string_view cubin, const std::string& entry, int64_t shar
                   int64_t cluster, int device) {
   constexpr int kMaxDynamicSharedBytes = 8, kNonPortableCluster = 14;  // CUfunction_attribute
   constexpr int kRelaxed = 2;  // CUstreamCaptureMode: code may be loaded during a capture
-  use_context(device);
   void *library = nullptr, *kernel = nullptr, *function = nullptr;
   int mode = kRelaxed;
   call_driver("cuThreadExchangeStreamCaptureMode", &mode);

@@ -19,6 +19,18 @@ const Driver& driver();
 std::string error_text(int failed);
 // Makes the device's primary context, torch's, current in this thread if none is.
 void use_context(int device);
+// Makes the device's primary context current in this thread until the end of the block: functions
+// of kernels belong to the context that is current when they are loaded.
+class PrimaryContext {
+ public:
+  explicit PrimaryContext(int device);
+  ~PrimaryContext();
+  PrimaryContext(const PrimaryContext&) = delete;
+  PrimaryContext& operator=(const PrimaryContext&) = delete;
+
+ private:
+  void* before_ = nullptr;
+};
 // What a call of the driver returns, made again in a thread whose first CUDA call it is.
 int in_context(int device, const auto& call) {
   const int failed = call();

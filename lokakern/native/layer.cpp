@@ -81,7 +81,7 @@ c10::IValue activator_of(PyObject* activating, const Routes* routes, int64_t m, 
   const Key key{activating, routes, m, k};
   const auto found = known->find(key);
   if (found != known->end()) return found->second;
-  if (known->size() > 65536) return {};
+  if (known->size() > 65536) known->clear();  // a process that meets this many m; keys stay alive
   const auto name = pybind11::reinterpret_borrow<pybind11::function>(find)(
       pybind11::reinterpret_borrow<pybind11::object>(activating),
       (*routes)[0].text.toStringRef(), m, k).cast<std::string>();
@@ -92,10 +92,12 @@ c10::IValue activator_of(PyObject* activating, const Routes* routes, int64_t m, 
 torch::jit::Stack results_of(const char* name, std::initializer_list<c10::IValue> arguments) {
   const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
   torch::jit::Stack stack(arguments);
-  if (has_no_modes())
+  if (has_no_modes()) {
+    SHOW_CALL(name);
     replay_op(op, stack);
-  else  // a backward pass may have modes that the forward pass did not have
+  } else {  // a backward pass may have modes that the forward pass did not have
     op.callBoxed(stack);
+  }
   return stack;
 }
 
@@ -254,6 +256,8 @@ PyObject* call_layer(PyObject*, PyObject* const* given, Py_ssize_t count) {
   const Routes* const routes = is_none(plan) ? nullptr : routes_of(plan, given[2]);
   if (!routes || !is_none(item(dict, names().kept)) || !is_none(item(dict, names().gathered)))
     Py_RETURN_NONE;
+  if (item(dict, names().weight) || item(dict, names().bias))
+    Py_RETURN_NONE;  // attributes, which hide parameters
   PyObject* const parameters = item(dict, names().parameters);
   PyObject* const bias_object = item(parameters, names().bias);
   const auto x = tensor_in(given[1]), weight = tensor_in(item(parameters, names().weight)),
@@ -439,6 +443,7 @@ PyObject* call_chain(PyObject*, PyObject* const* given, Py_ssize_t count) {
   Results results;
   at::Tensor y;
   {
+    SHOW_CALL("lokakern::routed_chain");
     const pybind11::gil_scoped_release others;  // a launch waits where the queue is full
     entry->plan->run(inputs, results);
     y = shaped(results[0], x);

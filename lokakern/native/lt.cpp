@@ -264,6 +264,8 @@ void Product::multiply_by_torch(at::Tensor& out, const at::Tensor& a, const at::
 
 // cuBLASLt computes column-major products, out^T = b^T a^T: its A is b.
 void Product::make() {
+  if (std::max(form_.a_stride, form_.b_stride) > 4 * form_.k)  // the comparison allocates as much
+    throw LaunchFailure("rows of an operand are far apart");
   handle_ = handle_of(*lt_, device_);
   void* made = nullptr;
   check_status(lt_->product_create(&made, kCompute32F, kR32F), "cublasLtMatmulDescCreate");

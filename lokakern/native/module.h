@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/PythonTorchFunctionTLS.h>
+#include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/jit/frontend/tracer.h>
 
@@ -9,10 +10,26 @@
 
 namespace lokakern {
 
+inline PyObject* name_of(const char* text) { return PyUnicode_InternFromString(text); }
+
+// Whether functions of torch have a mode, but for that of `torch.set_default_device`, which
+// changes only functions that make tensors.
+inline bool has_function_mode() {
+  if (!at::impl::torch_function_mode_enabled()) return false;
+  const auto& only = at::impl::PythonTorchFunctionTLS::get_stack_at(0);
+  static PyObject* const name = name_of("torch.utils._device");
+  static PyObject* const modules = PyImport_GetModuleDict();
+  PyObject* const module = PyDict_GetItemWithError(modules, name);
+  const auto of_device = pybind11::reinterpret_steal<pybind11::object>(
+      module ? PyObject_GetAttrString(module, "DeviceContext") : nullptr);
+  if (!of_device) PyErr_Clear();
+  return at::impl::PythonTorchFunctionTLS::stack_len() > 1 || !of_device ||
+         reinterpret_cast<PyObject*>(Py_TYPE(only->ptr(getPyInterpreter()))) != of_device.ptr();
+}
+
 // Nothing between torch's operators and their kernels that a layer has to know of.
 inline bool is_usual_state() {
-  return has_no_modes() && !at::impl::torch_function_mode_enabled() &&
-         !torch::jit::tracer::isTracing();
+  return has_no_modes() && !has_function_mode() && !torch::jit::tracer::isTracing();
 }
 
 inline PyObject* dict_of(PyObject* object) {
@@ -35,8 +52,6 @@ inline std::optional<at::Tensor> tensor_in(PyObject* object) {
   if (!object || !THPVariable_CheckExact(object)) return std::nullopt;
   return THPVariable_Unpack(object);
 }
-
-inline PyObject* name_of(const char* text) { return PyUnicode_InternFromString(text); }
 
 struct Names {
   PyObject* const parameters = name_of("_parameters");

@@ -89,6 +89,8 @@ class ToRecord {
 
 }  // namespace
 
+void (*raise_in_python)(const LaunchFailure&) = nullptr;
+
 void replay_op(const c10::OperatorHandle& op, torch::jit::Stack& given) {
   torch::jit::Stack* const stack = &given;
   Words words;
@@ -111,7 +113,12 @@ void replay_op(const c10::OperatorHandle& op, torch::jit::Stack& given) {
   const auto entry = book().find(words);
   if (entry->plan) {
     Results results;
-    entry->plan->run(inputs, results);
+    try {
+      entry->plan->run(inputs, results);
+    } catch (const LaunchFailure& failure) {
+      if (raise_in_python) raise_in_python(failure);
+      throw;
+    }
     torch::jit::drop(*stack, arguments.size());
     for (auto& made : results) stack->emplace_back(std::move(made));
     return;
@@ -201,7 +208,7 @@ Words read_signature(Reader& from, int device) {
 int64_t load_plans(const std::string& path, int device) {
   const std::string text = contents(path);
   Reader from(text);
-  if (from.text(64) != "lokakern plans 1")
+  if (from.text(64) != "lokakern plans 2")
     throw BadPlan(path + " is not a file of lokakern's plans, or of another version");
   const std::string product(from.text(256)), found = device_name(device);
   if (product != found)
@@ -232,6 +239,7 @@ int64_t load_plans(const std::string& path, int device) {
     return std::make_shared<const Plan>(plan, where, std::vector<at::Tensor>{}, &functions);
   };
   for (const auto& [words, plan] : plans) make(plan);
+  const PrimaryContext current(device);
   for (size_t i = 0; i < kernels.size(); ++i)
     functions[i] = load_kernel(kernels[i].cubin, kernels[i].entry, kernels[i].shared_bytes,
                                kernels[i].cluster, device);

@@ -2,6 +2,9 @@
 
 #include "plan.h"
 
+// Shows a call that does not pass torch's dispatcher to torch's profilers until the block ends.
+#define SHOW_CALL(name) RECORD_FUNCTION(std::string(name), c10::ArrayRef<const c10::IValue>{})
+
 namespace lokakern {
 
 // Ops that have plans; `recorded_op` in Python registers NAME_cold for each.
@@ -60,6 +63,9 @@ inline constexpr const char* kSchemas[] = {
     "dequantize(Tensor data, Tensor scale, str granularity, str out_format) -> Tensor",
     "output_scale(Tensor like, Tensor? weight, Tensor? bias, str norm, SymInt columns, str "
     "out_format, float number) -> Tensor"};
+
+// Raises a failed launch as Python's LaunchError; null in a program without Python.
+extern void (*raise_in_python)(const LaunchFailure&);
 
 // Signature of the op call under way that is to be recorded, or null.
 extern thread_local const Words* recorded;

@@ -73,7 +73,7 @@ at::Tensor scratch(int64_t bytes, c10::Device device, void* stream) {
 }
 
 // The map for an address, from the last few; the driver needs 1 us for a new one.
-const uint8_t* encoded(const Map& map, char* start, const Driver& to) {
+const uint8_t* encoded(const Map& map, char* start, const Driver& to, int device) {
   const auto at = reinterpret_cast<uint64_t>(start);
   for (const auto& kept : map.kept)
     if (kept.address == at) return kept.bytes.data();
@@ -83,9 +83,11 @@ const uint8_t* encoded(const Map& map, char* start, const Driver& to) {
   const uint32_t ones[5] = {1, 1, 1, 1, 1};
   alignas(64) uint8_t bytes[Map::kBytes];
   const int dtype = map.item == 1 ? 0 : map.item == 2 ? 1 : 7;  // UINT8, UINT16, FLOAT32
-  if (const int failed =
-          to.encode(bytes, dtype, map.sizes.size(), start, map.sizes.data(),
-                    map.strides_bytes.data(), map.box.data(), ones, 0, map.swizzle, 3, 0))
+  const auto encode = [&] {
+    return to.encode(bytes, dtype, map.sizes.size(), start, map.sizes.data(),
+                     map.strides_bytes.data(), map.box.data(), ones, 0, map.swizzle, 3, 0);
+  };
+  if (const int failed = in_context(device, encode))
     throw LaunchFailure("cuTensorMapEncodeTiled: " + error_text(failed));
   std::memcpy(made.bytes.data(), bytes, Map::kBytes);
   made.address = at;
@@ -128,6 +130,7 @@ View read_view(Reader& from, const Buffers& buffers) {
   fits = fits && !__builtin_mul_overflow(elements, item, &bytes) &&
          !__builtin_add_overflow(bytes, view.offset, &bytes);
   if (!fits || bytes > size_of(buffers[view.buffer])) throw BadPlan("a view exceeds its buffer");
+  if (view.offset % item) throw BadPlan("a view begins within an item");
   return view;
 }
 
@@ -334,7 +337,7 @@ Plan::Plan(std::string_view text, c10::Device device, std::vector<at::Tensor> co
            const std::vector<void*>* functions)
     : device_(device), constants_(std::move(constants)) {
   Reader from(text);
-  if (from.number(INT64_MIN, INT64_MAX) != 1) throw BadPlan("a plan of another version");
+  if (from.number(INT64_MIN, INT64_MAX) != 2) throw BadPlan("a plan of another version");
   input_count_ = from.number(0, 256);
   const int64_t buffers = from.number(0, 4096);
   for (int64_t i = 0; i < buffers; ++i) {
@@ -384,6 +387,8 @@ Plan::Plan(std::string_view text, c10::Device device, std::vector<at::Tensor> co
   }
   const int64_t results = from.number(0, 64);
   for (int64_t i = 0; i < results; ++i) results_.push_back(read_view(from, buffers_));
+  written_.resize(from.number(0, input_count_));
+  for (auto& input : written_) input = from.number(0, input_count_ - 1);
   from.finish();
 }
 
@@ -459,6 +464,8 @@ void Plan::run(const Inputs& inputs, Results& results) const {
       call(std::get<Operator>(step), state, stream);
     }
   }
+  for (const int64_t input : written_)
+    if (!inputs[input]->is_inference()) inputs[input]->unsafeGetTensorImpl()->bump_version();
   for (const View& view : results_) {
     const Buffer& buffer = buffers_[view.buffer];
     // A function that returns a view of an argument, such as x.detach(), does not return x.
@@ -485,7 +492,7 @@ void Plan::launch(const Launch& step, const State& state, void* stream) const {
   for (const Map& map : step.maps) {
     char* const start = state.start[map.address.buffer] + map.address.offset;
     const std::lock_guard lock(maps_mutex_);
-    std::memcpy(memory + map.place, encoded(map, start, to), Map::kBytes);
+    std::memcpy(memory + map.place, encoded(map, start, to, device_.index()), Map::kBytes);
   }
   for (size_t i = 0; i < step.parameters.size(); ++i) parameters[i] = memory + step.parameters[i];
   struct {  // CUlaunchConfig
@@ -636,6 +643,7 @@ constexpr size_t kMostEntries = 16384;
 
 struct Book::Impl {
   std::shared_mutex mutex;
+  std::atomic<uint64_t> clock = 0;  // counts new signatures
   std::unordered_map<Words, std::shared_ptr<Entry>, HashOfWords> entries;
 };
 
@@ -649,23 +657,37 @@ std::shared_ptr<Entry> Book::find(const Words& words) {
   {
     const std::shared_lock lock(own.mutex);
     const auto found = own.entries.find(words);
-    if (found != own.entries.end()) return found->second;
+    if (found != own.entries.end()) {
+      found->second->used.store(own.clock.load(std::memory_order_relaxed),
+                                std::memory_order_relaxed);
+      return found->second;
+    }
   }
   std::vector<std::shared_ptr<Entry>> gone;  // after the lock: a tensor may wait for Python's lock
   const std::unique_lock lock(own.mutex);
-  if (own.entries.size() >= kMostEntries)  // of shapes that never come back
+  const uint64_t now = ++own.clock;
+  if (own.entries.size() >= kMostEntries) {  // the half goes that was not used for longest
+    std::vector<uint64_t> used;
+    for (const auto& [_, entry] : own.entries)
+      if (!entry->is_loaded) used.push_back(entry->used);
+    const auto middle = used.begin() + static_cast<int64_t>(used.size() / 2);
+    if (!used.empty()) std::nth_element(used.begin(), middle, used.end());
     std::erase_if(own.entries, [&](const auto& item) {
-      if (!item.second->is_loaded) gone.push_back(item.second);
-      return !item.second->is_loaded;
+      const bool is_old = !item.second->is_loaded && item.second->used <= *middle;
+      if (is_old) gone.push_back(item.second);
+      return is_old;
     });
+  }
   auto& entry = own.entries[words];
   if (!entry) entry = std::make_shared<Entry>();
+  entry->used = now;
   return entry;
 }
 
 void Book::install(const Words& words, std::shared_ptr<Entry> entry) {
   Impl& own = impl();
   const std::unique_lock lock(own.mutex);
+  entry->used = own.clock.load();
   own.entries[words].swap(entry);  // the older one goes after the lock
 }
 

@@ -135,6 +135,7 @@ class Plan {
   std::vector<Buffer> buffers_;
   std::vector<std::variant<Launch, Fill, Operator>> steps_;
   std::vector<View> results_;
+  std::vector<int64_t> written_;  // inputs to which launches write
   std::vector<at::Tensor> constants_;
   mutable std::once_flag are_constants_kept_;
   mutable std::mutex maps_mutex_;
@@ -162,6 +163,7 @@ struct Entry {
   std::atomic<int64_t> calls = 0;  // before that
   bool is_recordable = true;
   bool is_loaded = false;  // from a file: no call makes it again
+  std::atomic<uint64_t> used = 0;  // when, by the book's clock
 };
 
 // Entry of a signature, made if there is none; references stay valid until `clear`.
@@ -192,7 +194,7 @@ using Memset32 = int (*)(uint64_t address, unsigned pattern, size_t count, void*
 // Replaces the driver's functions; for tests without a GPU.
 void use_driver(LaunchKernel launch, EncodeTiled encode, Memset32 fill);
 
-// Loads a kernel for good on a device. Raises LaunchFailure.
+// Loads a kernel for good on a device, whose context is current. Raises LaunchFailure.
 void* load_kernel(std::string_view cubin, const std::string& entry, int64_t shared_bytes,
                   int64_t cluster, int device);
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import struct
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +22,7 @@ from lokakern.errors import ChoicesError
 from lokakern.native.record import KERNELS, Recording, Text
 from lokakern.native.replay import NATIVE, keeping
 
-_HEADER = b"lokakern plans 1"
+_HEADER = b"lokakern plans 2"
 _RUNS = 3  # the first compiles kernels, the second is recorded, the third must find all plans
 
 
@@ -106,7 +107,7 @@ def _write(path: Path, plans: dict[bytes, Recording], index: int) -> int:
 @contextmanager
 def _replacing(path: Path) -> Iterator[IO[bytes]]:
     """A file beside `path` that takes its place if the block succeeds."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         with open(beside, "wb") as file:  # with the usual permissions: another user may serve it
             yield file

@@ -246,7 +246,11 @@ PyObject* replay(PyObject*, PyObject* const* given, Py_ssize_t count) {
   }
   Results results;
   const Held held(call);
+  const auto name = [&] {
+    return pybind11::str(pybind11::handle(given[0]).attr("__name__")).cast<std::string>();
+  };
   try {
+    SHOW_CALL("lokakern." + name());
     const pybind11::gil_scoped_release others;  // a launch waits where the queue is full
     entry->plan->run(call.inputs, results);
   } catch (const LaunchFailure& error) {
@@ -334,6 +338,7 @@ PyObject* call_op(PyObject*, PyObject* const* given, Py_ssize_t count) {
   if (!entry->plan) Py_RETURN_NONE;
   Results results;
   try {
+    SHOW_CALL(name);
     const pybind11::gil_scoped_release others;  // a launch waits where the queue is full
     entry->plan->run(inputs, results);
   } catch (const LaunchFailure& error) {
@@ -417,6 +422,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("bind", [](py::object type, py::object error, const py::tuple& constants) {
     quantized_type = type.release().ptr();
     launch_error = error.release().ptr();
+    raise_in_python = [](const LaunchFailure& failure) {
+      const py::gil_scoped_acquire python;
+      PyErr_SetString(launch_error, failure.what());
+      python_error raised;  // which the backward pass of another thread may carry
+      raised.persist();
+      throw raised;
+    };
     for (const auto& constant : constants)
       constant_types->insert(reinterpret_cast<PyTypeObject*>(constant.inc_ref().ptr()));
   }, py::arg("type"), py::arg("error"), py::arg("constants") = py::tuple());

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lokakern import driver, scratch
 from lokakern.types import QuantizedTensor
 
-_VERSION = 1
+_VERSION = 2
 _INPUT, _OUTPUT, _WORKSPACE, _SCRATCH, _COMPUTED, _CONSTANT = range(6)
 _LAUNCH, _FILL, _OPERATOR = range(3)
 _NONE, _TENSOR, _INT, _FLOAT, _BOOL, _TEXT, _INTS, _TENSORS, _DEVICE, _NUMBER = range(10)
@@ -120,6 +120,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._steps: list[tuple[bytes | int, ...]] = []
         self._operators: set[str] = set()
         self._results: list[bytes] = []
+        self._written: set[int] = set()
         self._buffers: list[_Buffer] = []
         storages = [x.untyped_storage().data_ptr() for x in inputs]
         for place, x in enumerate(inputs):
@@ -302,6 +303,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         except _Refusal as refusal:
             self.refuse(str(refusal))
 
+    def wrote(self, x: Tensor) -> None:
+        """Tell that launches wrote to a tensor of the caller, whose version changes."""
+        if not self.is_here:
+            return
+        for place, given in enumerate(self.inputs):
+            if given.data_ptr() == x.data_ptr():
+                self._written.add(place)
+                return
+        self.refuse("writes to a tensor that is no argument")
+
     def constant(self, x: Tensor) -> None:
         """Tell of a tensor that never changes and belongs to no argument."""
         if self.is_here and not self._knows(x):
@@ -375,6 +386,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         results = Text()
         results.number(len(self._results))
         results.parts += self._results
+        results.number(len(self._written), *sorted(self._written))
         steps = [part for step in self._steps for part in step]
         parts = (text.bytes, *steps, results.bytes)
         return Recording(parts, len(self.constants), frozenset(self._operators))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from lokakern.norm import Norm
 from lokakern.quantized_tensor import QuantizedTensor
 from lokakern.types import ErrorBudget, Format, Granularity
 
+_LOG = logging.getLogger("lokakern")
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _MODES = ("", "off", "wait")
@@ -91,7 +93,9 @@ class _Native:
         if self.reason.startswith("off") or cxx is None:
             return
         try:
-            if os.environ.get("LOKAKERN_NATIVE") == "wait" or build.library_path(cxx).exists():
+            if os.environ.get("LOKAKERN_NATIVE") == "wait" or build.is_whole(
+                build.library_path(cxx)
+            ):
                 self._load(cxx)
                 return
             self.reason = f"being built by {cxx}"
@@ -100,7 +104,7 @@ class _Native:
             builder.start()
             self._builder = builder
         except (OSError, RuntimeError) as error:  # no access to the cache, or no more threads
-            self.reason = f"off: {error}"
+            self._give_up(error)
 
     def wait(self) -> bool:
         """Wait for a build that has begun; returns whether it was under way."""
@@ -115,7 +119,15 @@ class _Native:
         try:
             self._take_built(cxx)
         except Exception as error:  # a build is never worth a call
-            self.reason = f"off: {error}"
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        self.reason = f"off: {error}"
+        _LOG.warning(
+            "calls are made in Python, at a higher host cost: the C++ library cannot be built or "
+            "loaded: %s. LOKAKERN_CACHE names a folder for it, and LOKAKERN_NATIVE=off does "
+            "without it", error,
+        )  # fmt: skip
 
     def _take_built(self, cxx: str) -> None:
         with self._loading:

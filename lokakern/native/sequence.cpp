@@ -42,11 +42,12 @@ struct KnownClass {
 struct Classes {
   std::vector<KnownClass> known;
   std::vector<py::object> global_hooks;
-  py::object call;
+  py::object call, call_impl, module_class;
   PyObject* const backward_hooks = name_of("_backward_hooks");
   PyObject* const backward_pre_hooks = name_of("_backward_pre_hooks");
   PyObject* const compiled_call = name_of("_compiled_call_impl");
   PyObject* const call_name = name_of("__call__");
+  PyObject* const call_impl_name = name_of("_call_impl");
   PyObject* const training = name_of("training");
   PyObject* const inplace = name_of("inplace");
   PyObject* const approximate = name_of("approximate");
@@ -55,13 +56,14 @@ struct Classes {
   PyObject* const momentum = name_of("momentum");
   PyObject* const running_mean = name_of("running_mean");
   PyObject* const running_var = name_of("running_var");
-  PyObject* const at_rows = name_of("_at_rows");
+  PyObject* const by_rows = name_of("_by_rows");
   PyObject* const handed = name_of("_handed");
+  PyObject* const run_from = name_of("_run_from");
 
   Classes() {
     const auto torch_nn = py::module_::import("torch.nn");
     const auto add = [&](const py::object& type, Kind kind) {
-      known.push_back({type, type.attr("forward"), kind});
+      if (is_own(type, "forward")) known.push_back({type, type.attr("forward"), kind});
     };
     add(py::module_::import("lokakern.nn.linear").attr("Linear"), Kind::kConverted);
     const std::pair<const char*, Kind> kinds[] = {
@@ -75,7 +77,19 @@ struct Classes {
     for (const auto* name : {"_global_forward_hooks", "_global_forward_pre_hooks",
                              "_global_backward_hooks", "_global_backward_pre_hooks"})
       global_hooks.push_back(module.attr(name));
-    call = torch_nn.attr("Module").attr("__call__");
+    const py::object root = torch_nn.attr("Module");
+    call = is_own(root, "__call__") ? root.attr("__call__") : py::object();
+    call_impl = is_own(root, "_call_impl") ? root.attr("_call_impl") : py::object();
+    module_class = root;
+  }
+
+  // Whether a method is of its class's file: a library may have replaced it before, and a
+  // replacement that copies the name of the module (`functools.wraps`) has globals of its own.
+  static bool is_own(const py::object& type, const char* name) {
+    const py::object method = type.attr(name), none = py::none();
+    const auto modules = py::module_::import("sys").attr("modules");
+    return py::getattr(method, "__globals__", none)
+        .is(modules[type.attr("__module__")].attr("__dict__"));
   }
 
   const KnownClass* find(PyObject* module) const {
@@ -96,10 +110,11 @@ const Classes& classes() {
   return *made;
 }
 
+// Not of an expected null, which is what another library had replaced before.
 bool has_attribute(PyObject* type, PyObject* name, const py::object& expected) {
   const auto found = py::reinterpret_steal<py::object>(PyObject_GetAttr(type, name));
   if (!found) PyErr_Clear();
-  return found.is(expected);
+  return found && found.is(expected);
 }
 
 // Whether a call of a module is that of its class's own forward.
@@ -142,6 +157,8 @@ at::Tensor without_gil(const Op& op) {
 // The output of a plain module of a known class, by what it holds; undefined if Python has to look.
 at::Tensor output_of(PyObject* dict, Kind kind, const at::Tensor& x) {
   const auto& of = classes();
+  for (PyObject* name : {names().weight, names().bias, of.running_mean, of.running_var})
+    if (item(dict, name)) return {};  // an attribute, which hides a parameter or a buffer
   PyObject* const parameters = item(dict, names().parameters);
   const auto in_place = [&] { return item(dict, of.inplace) != Py_False; };
   switch (kind) {
@@ -200,6 +217,14 @@ at::Tensor output_of(PyObject* dict, Kind kind, const at::Tensor& x) {
   return {};
 }
 
+// As `rows_in` of Python; -1 for what is no usual tensor.
+int64_t row_count(const at::Tensor& x) {
+  if (x.is_nested() || !x.dim()) return -1;
+  int64_t rows = 1;
+  for (const int64_t size : x.sizes().slice(0, x.dim() - 1)) rows *= size;
+  return rows;
+}
+
 bool has_plan(PyObject* dict) {
   PyObject* const plan = item(dict, names().plan);
   return plan && (!PyUnicode_CheckExact(plan) || PyUnicode_GET_LENGTH(plan));
@@ -232,20 +257,18 @@ PyObject* call_sequence(PyObject*, PyObject* const* given, Py_ssize_t count) {
   }
   const auto& of = classes();
   PyObject* const dict = dict_of(given[0]);
-  PyObject *const at_rows = item(dict, of.at_rows), *const modules = item(dict, names().modules);
-  if (!at_rows || !PyTuple_CheckExact(at_rows) || PyTuple_GET_SIZE(at_rows) != 4 || !modules ||
-      reinterpret_cast<PyObject*>(Py_TYPE(given[1])) != THPVariableClass)
+  PyObject *const by_rows = item(dict, of.by_rows), *const modules = item(dict, names().modules);
+  if (!by_rows || !modules || reinterpret_cast<PyObject*>(Py_TYPE(given[1])) != THPVariableClass ||
+      !is_usual_state() || of.has_global_hooks() ||
+      !has_attribute(of.module_class.ptr(), of.call_impl_name, of.call_impl))
     Py_RETURN_NONE;
-  const auto known = py::reinterpret_borrow<py::tuple>(at_rows);  // which a call may replace
-  const py::object rows = known[0], states = known[1], handoff = known[2], hooks = known[3];
-  {
-    const at::Tensor& x = THPVariable_Unpack(given[1]);
-    if (x.dim() != 2 || x.size(0) != PyLong_AsLongLong(rows.ptr()) || !is_usual_state() ||
-        of.has_global_hooks())
-      Py_RETURN_NONE;
-  }
-  for (const auto& each : hooks)  // those that may change rows
-    if (!is_empty(each.ptr())) Py_RETURN_NONE;
+  const int64_t m = row_count(THPVariable_Unpack(given[1]));
+  if (m < 0) Py_RETURN_NONE;
+  const py::int_ rows(m);
+  PyObject* const found = item(by_rows, rows.ptr());
+  if (!found || !PyTuple_CheckExact(found) || PyTuple_GET_SIZE(found) != 2) Py_RETURN_NONE;
+  const auto known = py::reinterpret_borrow<py::tuple>(found);  // which a call may replace
+  const py::object states = known[0], handoff = known[1];
   c10::SmallVector<py::object, 16> children;  // a call may change the dictionary
   PyObject *name = nullptr, *child = nullptr;
   for (Py_ssize_t place = 0; PyDict_Next(modules, &place, &name, &child);)
@@ -260,12 +283,17 @@ PyObject* call_sequence(PyObject*, PyObject* const* given, Py_ssize_t count) {
     if (children[i].ptr() != PyTuple_GET_ITEM(expected.ptr(), i)) Py_RETURN_NONE;
   auto y = py::reinterpret_borrow<py::object>(given[1]);
   for (size_t place = 0; place < children.size();) {
-    if (PyLong_AsLong(PyTuple_GET_ITEM(states.ptr(), place)) < 2) {
+    const long state = PyLong_AsLong(PyTuple_GET_ITEM(states.ptr(), place));
+    const py::int_ here(place);
+    // A hook, or another module, may have changed the rows.
+    if (state && (!THPVariable_CheckExact(y.ptr()) || row_count(THPVariable_Unpack(y.ptr())) != m))
+      return PyObject_CallMethodObjArgs(given[0], of.run_from, y.ptr(), here.ptr(), handoff.ptr(),
+                                        nullptr);
+    if (state < 2) {
       y = called(children[place++].ptr(), y, given[2]);
       if (!y) return nullptr;
       continue;
     }
-    const py::int_ here(place);
     const auto handed = py::reinterpret_steal<py::object>(PyObject_CallMethodObjArgs(
         given[0], of.handed, y.ptr(), here.ptr(), rows.ptr(), handoff.ptr(), nullptr));
     if (!handed) return nullptr;

@@ -52,6 +52,7 @@ from lokakern.types import Granularity
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)  # which a forward reads, and does not call
 _METHOD = "\0method"  # stands for what is no setting
+_MOST_SHAPES = 16
 _OF_TORCH = frozenset((*vars(nn.Module()), "forward"))
 
 
@@ -137,9 +138,8 @@ class CrossedForward:
         UnsupportedError: The forward cannot be traced, or a cross or a product is not there.
     """
 
-    # Shapes of inputs at which no plan holds, and of the last call that was noted.
-    _idle_shapes: list[torch.Size] | None = None
-    _noted_shapes: list[torch.Size] | None = None
+    # By shapes of inputs, whether no plan holds.
+    _is_idle_at: dict[tuple[torch.Size, ...], bool] | None = None
 
     def __init__(
         self, module: nn.Module, before: Callable[..., Any] | None, settings: tuple[Crosses, ...]
@@ -205,10 +205,12 @@ class CrossedForward:
     def run(self, *args: Any, **options: Any) -> Any:
         """The module's output; this method is its ``forward``."""
         module = self.module
-        shapes: list[torch.Size] | None = None  # if all that is given are usual tensors
+        shapes: tuple[torch.Size, ...] | None = None  # if all that is given are usual tensors
+        is_idle = None
         if not is_compiling() and not options and _are_tensors(args):
-            shapes = [x.shape for x in args]
-            if shapes == self._idle_shapes:
+            shapes = tuple([x.shape for x in args])
+            is_idle = self._is_idle_at.get(shapes) if self._is_idle_at is not None else None
+            if is_idle:
                 return self._run_own(args, options)
         given: tuple[Sequence[Any], dict[str, Any]] | None = (args, options)
         if shapes is None or self._defaults:
@@ -216,7 +218,7 @@ class CrossedForward:
         is_same = self.is_as_traced if is_compiling() else self._is_unchanged
         if given is not None and is_same and self._is_in_one_mode:
             function = self._functions[0 if module.training else -1]
-            if shapes is not None and shapes != self._noted_shapes:
+            if shapes is not None and is_idle is None:
                 return self._noted(function, given[0], shapes)
             return function(module, self.plans, *given[0], **given[1])
         if given is not None and products_of(module) and not is_compiling():
@@ -233,7 +235,7 @@ class CrossedForward:
         return type(self.module).forward(self.module, *args, **options)
 
     def _noted(
-        self, function: Callable[..., Any], given: Sequence[Tensor], shapes: list[torch.Size]
+        self, function: Callable[..., Any], given: Sequence[Tensor], shapes: tuple[torch.Size, ...]
     ) -> Any:
         """The traced forward; where no plan holds, its own runs at these shapes from now on.
 
@@ -245,7 +247,9 @@ class CrossedForward:
             plan.is_idle = True
         y = function(self.module, plans, *given)
         is_idle = all(plan.is_idle for plan in plans) and not products_of(self.module)
-        self._idle_shapes, self._noted_shapes = (shapes if is_idle else None), shapes
+        if self._is_idle_at is None or len(self._is_idle_at) >= _MOST_SHAPES:
+            self._is_idle_at = {}
+        self._is_idle_at[shapes] = is_idle
         return y
 
     def _given(
@@ -514,7 +518,7 @@ def set_crosses(module: nn.Module, crosses: Sequence[Cross], key: str = "") -> N
     assert made is not None
     _drop_weights(module, key)
     made.settings, made.plans = settings, tuple(plan for _, plan in crosses)
-    made._idle_shapes = made._noted_shapes = None
+    made._is_idle_at = None
     for layer, granularity in _weights(module, settings[-1]):
         layer.keep_chain_weight(key, granularity)
     prepare_chains()

@@ -74,11 +74,8 @@ class Handoff(NamedTuple):
     chains: tuple[str, ...] = ()
 
 
-_DERIVED = ("_chain_recipes", "_at_rows")
-_ROWWISE = (
-    nn.Linear, nn.LayerNorm, nn.RMSNorm, BlockRMSNorm, *_BOUNDED, nn.GELU, nn.Sigmoid, nn.Tanh,
-    nn.Dropout, nn.BatchNorm1d,
-)  # fmt: skip
+_DERIVED = ("_chain_recipes", "_by_rows")
+_MOST_ROWS = 16
 
 
 class BoundedSequential(nn.Sequential):
@@ -96,10 +93,9 @@ class BoundedSequential(nn.Sequential):
 
     # How its chains were called, see `lokakern.nn.chain_call.call_again`.
     _chain_recipes: dict[Any, Any] | None = None
-    # Of the last call, if its modules keep rows: rows, `_states_at`, the handoff, and dictionaries
-    # of hooks, which may change rows. C++ runs calls of as many rows; `_run` took an H100's host
-    # 14 us of 220 for the tower at 512 rows.
-    _at_rows: tuple[int, tuple[int, ...], Handoff, tuple[Any, ...]] | None = None
+    # By the rows of calls, what `_states_at` and the handoff were. C++ runs calls of as many rows;
+    # `_run` took an H100's host 14 us of 220 for the tower at 512 rows.
+    _by_rows: dict[int, tuple[tuple[int, ...], Handoff]] | None = None
 
     @property
     def is_as_known(self) -> bool:
@@ -150,14 +146,22 @@ class BoundedSequential(nn.Sequential):
 
     def _run(self, input: Tensor) -> Tensor:
         """`forward` in eager mode, at the cost of `nn.Sequential` where nothing holds at this m."""
-        handoff, modules = self._handoffs[-1], tuple(self._modules.values())
-        if not are_same(modules, handoff.modules):
+        handoff, m = self._handoffs[-1], rows_in(input)
+        if not are_same(tuple(self._modules.values()), handoff.modules):
             return super().forward(input)  # type: ignore[no-any-return, no-untyped-call]
-        m, place, settings = rows_in(input), 0, handoff[2:]
+        if m >= 0:
+            kept = self._by_rows
+            if kept is None or len(kept) >= _MOST_ROWS:
+                kept = vars(self)["_by_rows"] = {}
+            kept[m] = _states_at(*handoff[2:], m), handoff
+        return self._run_from(input, 0, handoff)
+
+    def _run_from(self, input: Tensor, place: int, handoff: Handoff) -> Tensor:
+        """The output of the modules from a place on."""
+        _, modules, *settings = handoff
+        m, first = rows_in(input), place
         states = _states_at(*settings, m)
-        if m >= 0 and input.dim() == 2 and _keep_rows(modules):
-            vars(self)["_at_rows"] = (m, states, handoff, _hooks_of(modules))
-        for here, module in enumerate(modules):
+        for here in range(first, len(modules)):
             if here < place:
                 continue  # a part of what ran
             if states[here]:
@@ -167,7 +171,7 @@ class BoundedSequential(nn.Sequential):
                 if states[here] > 1:
                     input, place = self._handed(input, here, m, handoff)
                     continue
-            input = module(input)
+            input = modules[here](input)
         return input
 
     def _handed(self, input: Tensor, place: int, m: int, handoff: Handoff) -> tuple[Tensor, int]:
@@ -226,21 +230,6 @@ class BoundedSequential(nn.Sequential):
         if any(any(handoff.chains) for handoff in self._handoffs):
             prepare_chains()
         _write_known(self)
-
-
-def _keep_rows(modules: Sequence[nn.Module]) -> bool:
-    """Whether modules compute each row of a matrix apart, as far as their classes tell."""
-    return all(isinstance(module, _ROWWISE) and is_plain_call(module) for module in modules)
-
-
-def _hooks_of(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
-    """The dictionaries of hooks of modules, and those of all modules."""
-    torch_module = nn.modules.module
-    return (
-        torch_module._global_forward_hooks,
-        torch_module._global_forward_pre_hooks,
-        *(x for module in modules for x in (module._forward_hooks, module._forward_pre_hooks)),
-    )
 
 
 @functools.lru_cache(maxsize=4096)

@@ -25,7 +25,9 @@ def test_a_library_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     fake = tmp_path / "cxx"
     fake.write_text(
         f'#!/bin/sh\necho x >> {compiles}\nsleep 0.2\nwhile [ "$1" != -o ]; do shift; done\n'
-        'touch "$2"\n',
+        'printf "\\177ELF\\2" > "$2"; head -c 35 /dev/zero >> "$2"\n'  # a header: one section
+        'printf "\\144\\0\\0\\0\\0\\0\\0\\0" >> "$2"; head -c 10 /dev/zero >> "$2"\n'
+        'printf "\\144\\0\\1\\0" >> "$2"; head -c 150 /dev/zero >> "$2"\n',
         encoding="utf-8",
     )
     fake.chmod(0o755)
@@ -35,7 +37,20 @@ def test_a_library_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for thread in threads:
         thread.join()
     assert compiles.read_text(encoding="utf-8") == "x\n"
-    assert build.library_path(str(fake)).exists()
+    path = build.library_path(str(fake))
+    for size in (70, 5, 0):  # cut off, such as by a full disk
+        assert build.is_whole(path)
+        path.write_bytes(path.read_bytes()[:size])
+        build.build(str(fake))
+    assert build.is_whole(path) and compiles.read_text(encoding="utf-8") == "x\n" * 4
+
+
+def test_a_library_that_was_cut_off_is_not_loaded() -> None:
+    path = Path(native.library().__file__)
+    assert build.is_whole(path)
+    (cut := path.with_name("cut.so")).write_bytes(path.read_bytes()[:-1000])
+    assert not build.is_whole(cut)
+    cut.unlink()
 
 
 STARTS = """
@@ -81,7 +96,7 @@ def test_a_build_outlives_its_process(tmp_path: Path) -> None:
 
 
 def test_a_failed_build_keeps_calls_in_python(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(build, "cache_folder", lambda: tmp_path)
     fake = tmp_path / "cxx"
@@ -94,6 +109,7 @@ def test_a_failed_build_keeps_calls_in_python(
     own = replay._Native()
     own.ask()
     assert own.replay is None and own.reason.startswith("off: ") and "no such header" in own.reason
+    assert "no such header" in caplog.text and "LOKAKERN_NATIVE=off" in caplog.text
     assert not list(tmp_path.glob("*.so"))
 
 

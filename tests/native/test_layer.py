@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+import lokakern
 from lokakern.errors import LaunchError
 from lokakern.native import NATIVE, replay
 from lokakern.nn import linear
@@ -159,6 +160,26 @@ def test_unusual_calls_stay_in_python(calls: list[bool]) -> None:
     assert calls == [False]
 
 
+def test_profilers_see_the_ops_of_replays(calls: list[bool]) -> None:
+    layer, x, names = layer_of(ROUTES), rows().requires_grad_(), []
+    for _ in range(4):
+        with torch.profiler.profile() as profile:
+            layer(x).sum().backward()
+            lokakern.quantize(x.detach())
+        names.append(sorted(e.name for e in profile.events() if e.name.startswith("lokakern")))
+    expected = ["lokakern.quantize", "lokakern::routed_gemm", "lokakern::routed_gemm",
+                "lokakern::weight_gradient"]  # fmt: skip
+    assert all(calls) and names[-1] == expected
+
+
+def test_a_default_device_leaves_calls_in_cpp(calls: list[bool]) -> None:
+    layer = layer_of(ROUTES)
+    with torch.device("cpu"):
+        for _ in range(3):
+            layer(rows())
+    assert calls == [True] * 3
+
+
 def test_a_new_choice_is_followed(calls: list[bool]) -> None:
     layer = layer_of(ROUTES)
     plain = nn.functional.linear(rows(), layer.weight, layer.bias)
@@ -281,6 +302,19 @@ def test_failed_launches_are_named_so(calls: list[bool]) -> None:
         with pytest.raises(LaunchError, match="a plan for 2 tensors was given 3"):
             layer(rows())
     assert len(calls) == 6 and all(calls)
+
+
+def test_failed_launches_in_a_backward_pass_are_named_so(calls: list[bool]) -> None:
+    layer, x = layer_of(ROUTES), rows()
+    with replay.keeping() as kept:
+        for _ in range(3):
+            layer(x.clone().requires_grad_()).sum().backward()
+    (_, plan), *_ = kept.calls.items()
+    (backward,) = (s for s in kept.calls if b"weight_gradient" in s)
+    NATIVE.module.install(backward, plan.text(), 0, False, [], None)
+    y = layer(x.clone().requires_grad_())
+    with pytest.raises(LaunchError, match="a plan for 3 tensors was given 2"):
+        y.sum().backward()
 
 
 class _OnGpu(Tensor):

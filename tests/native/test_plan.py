@@ -16,6 +16,7 @@ from torch import Tensor
 from lokakern import driver, jit
 from lokakern.driver import CudaLaunch, TensorMap, _maps
 from lokakern.errors import LaunchError
+from lokakern.functional.checks import note_write
 from lokakern.native import replayed
 from lokakern.native.record import Recorder, result_template
 from lokakern.nvrtc import Program
@@ -69,6 +70,37 @@ def test_addresses_are_those_of_each_call(library: Any) -> None:
     assert values[2] == later[2] + 64 and values[3] & 0xFFFFFFFF == 7
     assert values[4] == 2**64 - 3 and later[:2] == [x.data_ptr(), column.data_ptr()]
     assert out.shape == (8, 8) and column.stride() == (1, 1)
+
+
+def test_writes_to_an_argument_change_its_version(library: Any) -> None:
+    launch = launch_of("i", pointers=2)
+
+    @replayed
+    def call(x: Tensor, out: Tensor) -> Tensor:
+        tell(launch, (1, 1, 1), (x, out), (1,))
+        note_write(out)
+        return out
+
+    with native.FakeDriver(library) as fake:
+        fake.parameter_count = 3
+        x, out = torch.empty(4), torch.empty(4)
+        versions = []
+        for _ in range(4):
+            before = out._version
+            assert call(x, out) is out
+            versions.append((out._version - before, x._version))
+        assert versions == [(1, 0)] * 4 and len(fake.launches) == 2
+        with torch.enable_grad():  # autograd refuses what was overwritten
+            w = torch.ones(4, requires_grad=True)
+            loss = (w * out).sum()
+        call(x, out)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        with torch.inference_mode():
+            given = torch.empty(4)
+            for _ in range(3):
+                assert call(x, given) is given
+    assert library.size() == 1
 
 
 def test_tensor_maps_follow_their_tensors(library: Any) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -12,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from torch.overrides import TorchFunctionMode
 
 from lokakern.native import NATIVE
 from lokakern.nn.linear import Linear
@@ -19,6 +23,7 @@ from lokakern.nn.static_handoff import BoundedSequential, set_handoff
 from tests.support import native
 from tests.support.routed_layers import BY_ROW, K, layer_of, rows
 
+ROOT = Path(__file__).parents[2]
 IDLE = 4  # rows at which BY_ROW does not hold
 KINDS: dict[str, Callable[[], nn.Module]] = {
     "Linear": lambda: nn.Linear(K, K),
@@ -81,7 +86,7 @@ def idle(model: nn.Sequential) -> nn.Sequential:
     """A sequence that was called with `IDLE` rows."""
     with torch.no_grad():
         model(rows(IDLE).to(model[0].weight.dtype))
-    assert vars(model)["_at_rows"][0] == IDLE
+    assert IDLE in vars(model)["_by_rows"]
     return model
 
 
@@ -200,6 +205,10 @@ def another_weight(model: nn.Sequential) -> None:
     model[2].weight = nn.Parameter(model[2].weight.detach() * 2)
 
 
+def an_attribute_that_hides_a_parameter(model: nn.Sequential) -> None:
+    vars(model[2])["weight"] = model[2].weight.detach() * 2  # as FSDP1 may
+
+
 def another_module(model: nn.Sequential) -> None:
     model._modules["2"] = nn.Tanh()  # without our __setattr__
 
@@ -209,6 +218,7 @@ def another_module(model: nn.Sequential) -> None:
     [
         forward_hook, pre_hook, backward_hook, backward_pre_hook, own_forward, own_compiled_call,
         another_class, parametrized, a_parameter_as_an_attribute, another_weight, another_module,
+        an_attribute_that_hides_a_parameter,
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore")
@@ -258,6 +268,32 @@ def test_global_hooks_and_patched_classes_are_seen(
     assert calls == ["BoundedSequential", "Linear", "ReLU", "Linear"]
 
 
+PATCHED_BEFORE = """
+import functools
+from torch import nn
+def patched(forward):
+    @functools.wraps(forward)  # which copies the name of torch's module
+    def replaced(*given):
+        return forward(*given) * 2
+    return replaced
+nn.GELU.forward = patched(nn.GELU.forward)
+import torch
+from tests.native.test_sequence import IDLE, idle, plain, rows, sequence
+from tests.support import native
+with native.in_use(), torch.no_grad():
+    model, x = idle(sequence(nn.GELU())), rows(IDLE)
+    assert torch.equal(model(x), plain(model)(x))
+"""
+
+
+@pytest.mark.rest
+def test_classes_that_were_patched_before_are_left_to_python() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    script = [sys.executable, "-c", PATCHED_BEFORE]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_settings_that_hold_run_among_other_modules(
     made: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -283,6 +319,64 @@ def test_settings_that_hold_run_among_other_modules(
         assert torch.equal(model(x), plain(model)(x)) and made[-1] is False
 
 
+def test_several_sizes_in_turn(made: list[bool]) -> None:
+    model, sizes = sequence(nn.Linear(K, 8)), [(4,), (2, 4), (2, 3)]
+    given = [torch.randn(*size, K, dtype=torch.bfloat16) for size in sizes]
+    for x in given[0], given[1], given[2], *given * 2:
+        assert torch.equal(model(x), plain(model)(x))
+    assert made == [False, False, False, *[True] * 6]
+    for m in range(1, 60):
+        model(rows(m))
+    assert len(vars(model)["_by_rows"]) <= 16
+
+
+@pytest.mark.parametrize("kind", ["hook", "subclass"])
+def test_rows_that_change_on_the_way(
+    kind: str, made: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Settings are those of the rows at their place."""
+
+    class Repeating(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).repeat(12, 1)
+
+    model = sequence(layer_of((BY_ROW, "", ""), n=K))
+    if kind == "hook":
+        model[0].register_forward_hook(lambda _module, _given, y: y.repeat(12, 1))
+    else:
+        model._modules["0"] = Repeating(K, K, dtype=torch.bfloat16)
+        set_handoff(model, [""] * 3, ["", BY_ROW, ""])
+    runs, run = [], BoundedSequential._handed
+
+    def counted(*given: Any) -> Any:
+        runs.append(given[2:4])
+        return run(*given)
+
+    monkeypatch.setattr(BoundedSequential, "_handed", counted)
+    for m, rows_there in ((IDLE, 48), (1, 12), (IDLE, 48), (1, 12)):
+        assert torch.equal(model(rows(m)), plain(model)(rows(m)))
+        assert runs == ([(1, rows_there)] if rows_there == 48 else [])
+        runs.clear()
+    assert made == [False, False, True, True]
+
+
+def test_a_default_device_is_no_mode_to_care_about(made: list[bool]) -> None:
+    class Other(TorchFunctionMode):
+        def __torch_function__(self, function: Any, _types: Any, args: Any = (),
+                               kwargs: Any = None) -> Any:  # fmt: skip
+            return function(*args, **(kwargs or {}))
+
+    model, x = idle(sequence(nn.Linear(K, K))), rows(IDLE)
+    made.clear()
+    with torch.device("cpu"):
+        y = model(x)
+        with Other():
+            assert torch.equal(model(x), y)
+    with Other():
+        assert torch.equal(model(x), y)
+    assert torch.equal(plain(model)(x), y) and made == [True, False, False]
+
+
 class Subclass(Tensor):
     pass
 
@@ -290,7 +384,7 @@ class Subclass(Tensor):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda x: x.repeat(2, 1), lambda x: x[None], lambda x: x[0],
+        lambda x: x.repeat(2, 1), lambda x: x[0],
         lambda x: x.as_subclass(Subclass),
     ],
 )  # fmt: skip

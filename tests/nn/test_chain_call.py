@@ -387,21 +387,21 @@ def test_rows_at_which_nothing_holds_are_forgotten_with_the_choice(calls: list[A
     model = chained(sequence())
     for m in (4, 48, 4, 48):
         model(rows(m))
-    assert [len(x) for x, *_ in calls] == [48, 48] and vars(model)["_at_rows"][0] == 48
+    assert [len(x) for x, *_ in calls] == [48, 48] and list(vars(model)["_by_rows"]) == [4, 48]
     at_four = PLAN.replace("16=", "4=")
     assert at_four != PLAN
     set_handoff(model, [""] * 8, [""] * 8, "", [at_four, *[""] * 7])
     model(rows(4))
     assert [len(x) for x, *_ in calls] == [48, 48, 4]
-    assert vars(model)["_at_rows"][0] == 4
+    assert list(vars(model)["_by_rows"]) == [4]
     set_handoff(model, [""] * 8, [""] * 8, "", [at_four, *[""] * 7])
-    assert "_at_rows" not in vars(model)
+    assert "_by_rows" not in vars(model)
     model(rows(3))
-    assert vars(model)["_at_rows"][0] == 3 and "_at_rows" not in vars(copy.deepcopy(model))
+    assert list(vars(model)["_by_rows"]) == [3] and "_by_rows" not in vars(copy.deepcopy(model))
     undone = copy.deepcopy(model)
     undone(rows(3))
     remove_handoff(undone)
-    assert not {"_at_rows", "_chain_recipes", "_handoffs"} & vars(undone).keys()
+    assert not {"_by_rows", "_chain_recipes", "_handoffs"} & vars(undone).keys()
     model._modules["1"] = nn.Flatten(0)  # without our __setattr__
     with pytest.raises(RuntimeError):
         model(rows(3))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import struct
 import sys
 from pathlib import Path
@@ -31,8 +32,14 @@ def main(path: Path, examples: int) -> None:
         damaged.write_bytes(data)
         return module.load_plans(str(damaged), 0)
 
+    cuda, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
     assert load(whole) == module.size() == 2
+    cuda.cuCtxGetCurrent(ctypes.byref(context))
+    assert context.value is None  # as before
+    cuda.cuCtxSetCurrent(ctypes.c_void_p(1))  # device 0 is current
     assert module.load_plans(str(path), 1) == 2
+    cuda.cuCtxGetCurrent(ctypes.byref(context))
+    assert context.value == 1
     assert module.size() == 4  # those of another GPU
     for length in range(len(whole)):
         with pytest.raises(ValueError):
@@ -40,7 +47,7 @@ def main(path: Path, examples: int) -> None:
     with pytest.raises(ValueError, match="1 bytes follow"):
         load(whole + b"\0")
     with pytest.raises(ValueError, match="another version"):
-        load(whole.replace(b"plans 1", b"plans 2"))
+        load(whole.replace(b"plans 2", b"plans 1"))
     with pytest.raises(LaunchError, match="compiled for Imaginary GPX; this GPU is Imaginary GPU"):
         load(whole.replace(b"Imaginary GPU", b"Imaginary GPX"))
     with pytest.raises(ValueError, match="cannot read"):

@@ -11,8 +11,12 @@ EXPORT int cuDeviceGetName(char* name, int size, int) {
 }
 EXPORT int cuGetErrorName(int, const char** name) { *name = "CUDA_ERROR"; return 0; }
 EXPORT int cuGetErrorString(int, const char** text) { *text = "imaginary"; return 0; }
-EXPORT int cuCtxGetCurrent(void** context) {
-  *context = context;
+// Device d's context is d + 1.
+static thread_local void *current = nullptr, *retained = nullptr;
+EXPORT int cuCtxGetCurrent(void** context) { *context = current; return 0; }
+EXPORT int cuCtxSetCurrent(void* context) { current = context; return 0; }
+EXPORT int cuDevicePrimaryCtxRetain(void** context, int device) {
+  *context = retained = reinterpret_cast<void*>(static_cast<intptr_t>(device + 1));
   return 0;
 }
 EXPORT int cuThreadExchangeStreamCaptureMode(int*) { return 0; }
@@ -28,5 +32,5 @@ EXPORT int cuLibraryGetKernel(void** kernel, void* library, const char* entry) {
 EXPORT int cuKernelSetAttribute(int, int, void*, int) { return 0; }
 EXPORT int cuKernelGetFunction(void** function, void* kernel) {
   *function = kernel;
-  return 0;
+  return current == retained && current ? 0 : 201;  // a function of another device
 }

@@ -45,7 +45,7 @@ def library() -> Any:
 def in_use() -> Iterator[Any]:
     """This process replays calls inside the block."""
     module, native = library(), replay.NATIVE
-    names = ("module", "replay", "call_layer", "call_chain", "call_op", "reason")
+    names = ("module", "replay", "call_layer", "call_chain", "call_op", "call_sequence", "reason")
     before = {name: getattr(native, name) for name in names}
     native.take(module, "in use")
     module.clear()
@@ -307,7 +307,7 @@ def compare_bits(draw: random.Random, m: int, n: int, k: int, device: str) -> in
         finally:
             replay.NATIVE.replay = own
         for x, wanted in zip(inputs, expected, strict=True):
-            poison = torch.empty(1 << 24 if device == "cuda" else 1 << 12, device=device)
+            poison = torch.empty(1 << 12 if device == "cpu" else 1 << 24, device=device)
             poison.fill_(float("nan"))
             del poison
             assert all(map(torch.equal, bits(call(x)), wanted)), f"{name} at {m}x{n}x{k}"
