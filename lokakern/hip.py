@@ -230,7 +230,8 @@ class HipLaunch:
         addresses = [0 if pointer is None else pointer.data_ptr() for pointer in pointers]
         # digest: off
         if jit.recorder is not None:
-            jit.recorder.refuse("launches a kernel of HIP")
+            codes = zip(self._format[len(pointers) :], scalars, strict=True)
+            jit.recorder.launched_by_hip(blocks, self._threads, pointers, codes, function.value)
         # digest: on
         _memory, table = self.packed((*addresses, *scalars))
         stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)

@@ -1,4 +1,4 @@
-// CUDA's driver, loaded at first use: neither building nor loading this library needs CUDA.
+// CUDA's driver, or HIP, loaded at first use: neither building nor loading this library needs them.
 #include "driver.h"
 
 #include <dlfcn.h>
@@ -19,8 +19,42 @@ Function symbol(const char* name) {
   return reinterpret_cast<Function>(driver_symbol(name));
 }
 
+// torch for AMD, through which the functions of its HIP are found; null elsewhere.
+void* torch_hip() {
+  static void* const found = dlopen("libtorch_hip.so", RTLD_NOW | RTLD_NOLOAD);
+  return found;
+}
+
+template <typename Function>
+Function hip_symbol(const char* name) {
+  void* const found = dlsym(torch_hip(), name);
+  if (!found) throw LaunchFailure(std::string("HIP has no ") + name);
+  return reinterpret_cast<Function>(found);
+}
+
+// As cuLaunchKernelEx; kernels of HIP have no attributes.
+int launch_by_hip(const void* given, void* function, void** parameters, void**) {
+  using Launch = int (*)(void*, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t,
+                         uint32_t, void*, void**, void**);
+  static const auto launch = hip_symbol<Launch>("hipModuleLaunchKernel");
+  const auto& [shape, stream, attributes, count] = *static_cast<const LaunchConfig*>(given);
+  return launch(function, shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], shape[6],
+                stream, parameters, nullptr);
+}
+
+int fill_by_hip(uint64_t address, unsigned pattern, size_t count, void* stream) {
+  using Fill = int (*)(void*, int, size_t, void*);
+  static const auto fill = hip_symbol<Fill>("hipMemsetD32Async");
+  return fill(reinterpret_cast<void*>(address), static_cast<int>(pattern), count, stream);
+}
+
 Driver loaded() {
   Driver d{};
+  if (torch_hip()) {
+    d.launch = launch_by_hip;
+    d.fill = fill_by_hip;
+    return d;
+  }
   d.launch = symbol<LaunchKernel>("cuLaunchKernelEx");
   d.encode = symbol<EncodeTiled>("cuTensorMapEncodeTiled");
   d.fill = symbol<Memset32>("cuMemsetD32Async");
@@ -55,6 +89,9 @@ void use_driver(LaunchKernel launch, EncodeTiled encode, Memset32 fill) {
 
 std::string error_text(int failed) {
   if (is_replaced) return "error " + std::to_string(failed);
+  if (torch_hip())
+    return std::string(hip_symbol<const char* (*)(int)>("hipGetErrorString")(failed)) + " (" +
+           std::to_string(failed) + ")";
   const char *name = nullptr, *text = nullptr;
   call_driver("cuGetErrorName", failed, &name);
   call_driver("cuGetErrorString", failed, &text);
@@ -83,7 +120,7 @@ void* current_stream(int device) {
   using Current = int (*)(int32_t, void**);  // torch's C interface, see shim.h of AOTInductor
   static const Current current = [] {
     void* torch_cuda = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD);
-    if (!torch_cuda) torch_cuda = dlopen("libtorch_hip.so", RTLD_NOW | RTLD_NOLOAD);
+    if (!torch_cuda) torch_cuda = torch_hip();
     void* found = torch_cuda ? dlsym(torch_cuda, "aoti_torch_get_current_cuda_stream") : nullptr;
     if (!found) throw LaunchFailure("torch does not tell its current CUDA stream");
     return reinterpret_cast<Current>(found);
@@ -94,7 +131,9 @@ void* current_stream(int device) {
 }
 
 bool is_capturing(void* stream) {
-  static const auto ask = symbol<int (*)(void*, int*)>("cuStreamIsCapturing");
+  using Ask = int (*)(void*, int*);
+  static const auto ask = torch_hip() ? hip_symbol<Ask>("hipStreamIsCapturing")
+                                      : symbol<Ask>("cuStreamIsCapturing");
   int status = 0;
   return ask(stream, &status) == 0 && status != 0;
 }

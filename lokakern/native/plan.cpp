@@ -495,12 +495,7 @@ void Plan::launch(const Launch& step, const State& state, void* stream) const {
     std::memcpy(memory + map.place, encoded(map, start, to, device_.index()), Map::kBytes);
   }
   for (size_t i = 0; i < step.parameters.size(); ++i) parameters[i] = memory + step.parameters[i];
-  struct {  // CUlaunchConfig
-    uint32_t shape[7];
-    void* stream;
-    const void* attributes;
-    uint32_t count;
-  } config;
+  LaunchConfig config;
   std::memcpy(config.shape, step.shape.data(), sizeof config.shape);
   config.stream = stream;
   config.attributes = step.attributes.data();

@@ -186,6 +186,13 @@ extern thread_local int owned_depth;
 
 // --- the driver
 
+struct LaunchConfig {  // CUlaunchConfig
+  uint32_t shape[7];  // grid, block, dynamic shared bytes
+  void* stream;
+  const void* attributes;
+  uint32_t count;
+};
+
 using LaunchKernel = int (*)(const void* config, void* function, void** parameters, void** extra);
 using EncodeTiled = int (*)(void*, int, uint32_t, void*, const uint64_t*, const uint64_t*,
                             const uint32_t*, const uint32_t*, int, int, int, int);

@@ -64,6 +64,8 @@ def save_plans(path: str | Path, model: Callable[..., Any], *inputs: Any) -> int
         elif recording.operators - operators:
             reasons.add(f"a call needs {', '.join(sorted(recording.operators - operators))}; files "
                         f"may hold {', '.join(sorted(operators))}")  # fmt: skip
+        elif not KERNELS.keys() >= set(recording.kernels):
+            reasons.add("a call launches a kernel of HIP, and files hold those of CUDA")
         else:
             plans[signature] = recording
     if not reasons and kept.unrecorded:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -269,11 +269,37 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Record a launch of a kernel of CUDA."""
         if not self.is_here:
             return
+        facts = driver.launch_facts(launch)
+        KERNELS[function] = (launch.program, facts.shared_bytes, facts.cluster)
+        self._launched(
+            (*grid, facts.threads, 1, 1, facts.shared_bytes), facts.attributes, pointers,
+            zip(facts.scalars, scalars, strict=True), tensor_maps, function,
+        )  # fmt: skip
+
+    def launched_by_hip(
+        self,
+        blocks: int,
+        threads: int,
+        pointers: Sequence[Tensor | None],
+        scalars: Iterable[tuple[str, int | float]],
+        function: int,
+    ) -> None:
+        """Record a launch of a kernel of HIP; scalars with their `struct` codes."""
+        if self.is_here:
+            self._launched((blocks, 1, 1, threads, 1, 1, 0), b"", pointers, scalars, (), function)
+
+    def _launched(
+        self,
+        shape: tuple[int, ...],
+        attributes: bytes,
+        pointers: Sequence[Tensor | None],
+        scalars: Iterable[tuple[str, int | float]],
+        tensor_maps: Sequence[driver.TensorMap],
+        function: int,
+    ) -> None:
         try:
-            facts = driver.launch_facts(launch)
-            KERNELS[function] = (launch.program, facts.shared_bytes, facts.cluster)
             values, places = bytearray(8 * len(pointers)), [8 * i for i in range(len(pointers))]
-            for code, scalar in zip(facts.scalars, scalars, strict=True):
+            for code, scalar in scalars:
                 value = struct.pack(f"={code}", scalar)
                 values += bytes(-len(values) % len(value))
                 places.append(len(values))
@@ -284,14 +310,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 map_places.append(len(values))
                 values += bytes(128)
             step = Text()
-            step.number(*grid, facts.threads, 1, 1, facts.shared_bytes)
-            step.text(facts.attributes)
+            step.number(*shape)
+            step.text(attributes)
             step.text(bytes(values))
             places += map_places
             step.number(len(places), *places)
-            step.number(len(pointers))
-            for place, pointer in enumerate(pointers):
-                step.number(8 * place, *self._find(pointer.data_ptr()))
+            given = [(8 * place, x) for place, x in enumerate(pointers) if x is not None]
+            step.number(len(given))
+            for place, pointer in given:
+                step.number(place, *self._find(pointer.data_ptr()))
             step.number(len(tensor_maps))
             for place, tensor_map in zip(map_places, tensor_maps, strict=True):
                 found = driver.map_facts(tensor_map)
