@@ -152,7 +152,9 @@ def test_commands_in_the_docs_run(block: Block, elsewhere: Path) -> None:
     shown = ""
     for line in block.text.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
-        if words[:3] == ["python", "-m", "lokakern.bench"]:
+        if words[:1] == ["lokakern"]:
+            shown += command(words[1:])
+        elif words[:3] == ["python", "-m", "lokakern.bench"]:
             shown += command(words[3:])
         elif words[:1] == ["make"]:
             subprocess.run(["make", "-C", ROOT, "--dry-run", *words[1:]], check=True)

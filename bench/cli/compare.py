@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from lokakern.bench.cli import options
-from lokakern.bench.cli.options import OutputFormat, reading, say, says_errors
+from lokakern.bench.cli.options import ExitCode, OutputFormat, reading, say, says_errors
 from lokakern.errors import UnknownNameError
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from lokakern.bench.compare import kernels as contests
     from lokakern.workloads.gemm_cases import Case
 
-SLOWER_EXIT = 4
 DEFAULT_SUITE = "smoke"
 OURS = ("cuda.*",)
 HELD_OUT_SEED = 1
@@ -124,6 +123,8 @@ def compare(
     from lokakern.workloads.filters import parse_condition
 
     op_named(op)
+    if epilogue is not None and not shape:
+        raise typer.BadParameter("goes with --shape", param_hint="--epilogue")
     for module in load or ():
         try:
             importlib.import_module(module)
@@ -255,7 +256,7 @@ def _print(report: _Report, how: OutputFormat, fail_under: float | None) -> None
     if slower:
         say(f"less than {limit:g} times as fast as {', '.join(slower)}")
     if slower or report.is_slower:
-        raise typer.Exit(SLOWER_EXIT)
+        raise typer.Exit(ExitCode.SLOWER)
 
 
 def _dispatch_report(found: choices.Comparison, names: Sequence[str], budget: float) -> _Report:

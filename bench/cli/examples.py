@@ -1,4 +1,4 @@
-"""Examples at the end of each command's help, without the leading ``python -m lokakern.bench``."""
+"""Examples at the end of each command's help, without the leading ``lokakern``."""
 
 from __future__ import annotations
 
@@ -46,4 +46,6 @@ EXAMPLES = {
 
 def examples_of(command: str) -> str:
     """The end of a command's help, where a blank line starts a new line."""
-    return "\n\n".join(["Examples, after python -m lokakern.bench:", *EXAMPLES[command]])
+    return "\n\n".join(
+        ["Examples, after lokakern or python -m lokakern.bench:", *EXAMPLES[command]]
+    )

@@ -12,11 +12,7 @@ from typing import Annotated
 import typer
 
 from lokakern.bench.cli import options
-from lokakern.bench.cli.options import OutputFormat, say, says_errors
-from lokakern.registry.locks import private_folder
-from lokakern.registry.storage.paths import shipped_databases, user_database
-
-WORSE_EXIT = 6
+from lokakern.bench.cli.options import ExitCode, OutputFormat, say, says_errors
 
 
 class Limit(StrEnum):
@@ -50,6 +46,7 @@ def export(
     from lokakern.registry.schema.manifest import place_of
     from lokakern.registry.sharing.import_file import union_of
     from lokakern.registry.snapshot.snapshot import Snapshot
+    from lokakern.registry.storage.paths import shipped_databases, user_database
 
     user = user_database()
     given = [options.source_of(text) for text in db] if db else [user] if user.exists() else []
@@ -68,7 +65,9 @@ def import_(
     sha256: Annotated[
         str | None, typer.Option(help="Required SHA-256 of the file, 64 hex digits.")
     ] = None,
-    into: Annotated[str | None, typer.Option(help="Target database. Default: yours.")] = None,
+    db: Annotated[
+        str | None, typer.Option("--db", "--into", help="Target database. Default: yours.")
+    ] = None,
     trust: Annotated[
         bool, typer.Option("--trust", help="Accept your own file without `verify`.")
     ] = False,
@@ -79,12 +78,14 @@ def import_(
     with caution and marks them until `verify` has repeated some of the measurements. A manifest
     beside the file must match it. Rows that no measurement refers to are left out.
     """
+    from lokakern.registry.locks import private_folder
     from lokakern.registry.quarantine import imports_folder
     from lokakern.registry.sharing.download import download, is_url
     from lokakern.registry.sharing.import_file import import_file
     from lokakern.registry.sharing.untrusted import GUARDS
+    from lokakern.registry.storage.paths import user_database
 
-    target = options.file_of(into, "--into") if into is not None else user_database()
+    target = options.file_of(db, "--db") if db is not None else user_database()
     with private_folder() as folder:
         if is_url(source):
             path = download(source, sha256, folder, largest_bytes=GUARDS.largest_bytes)
@@ -107,19 +108,27 @@ def import_(
 
 @says_errors
 def merge(
-    databases: Annotated[list[str], typer.Argument(help="Files, or SQLAlchemy URLs.")],
     out: Annotated[str, typer.Option(help="New file, or URL of a server to add to.")],
+    databases: Annotated[
+        list[str] | None, typer.Argument(help="Files, or SQLAlchemy URLs.")
+    ] = None,
+    db: Annotated[
+        list[str] | None, typer.Option("--db", help="One more database; repeatable.")
+    ] = None,
 ) -> None:
     """Write the union of databases into a new one, independent of their order."""
     from lokakern.registry.sharing.import_file import merge_files
 
-    report = merge_files([options.source_of(text) for text in databases], options.source_of(out))
+    given = [*(databases or ()), *(db or ())]
+    if not given:
+        raise typer.BadParameter("expected a database or more", param_hint="DATABASES")
+    report = merge_files([options.source_of(text) for text in given], options.source_of(out))
     say(f"{out}: {_words(report.added)}; duplicates: {_words(report.known)}")
 
 
 @says_errors
 def diff(
-    a: Annotated[str, typer.Argument(help="Database: a path or an SQLAlchemy URL.")],
+    a: Annotated[str | None, typer.Argument(help="Database: a path or an SQLAlchemy URL.")] = None,
     b: Annotated[str | None, typer.Argument(help="Another one. Default: the same.")] = None,
     device: Annotated[str | None, typer.Option(help="Only this GPU type.")] = None,
     from_device: Annotated[str | None, typer.Option(help="GPU type of A.")] = None,
@@ -134,6 +143,9 @@ def diff(
     everything: Annotated[
         bool, typer.Option("--all", help="Include rows that are equal within noise.")
     ] = False,
+    db: Annotated[
+        str | None, typer.Option("--db", help="Database A; the only argument is then B.")
+    ] = None,
     how: options.How = OutputFormat.TABLE,
 ) -> None:
     """List rows that are faster, slower, less accurate or missing in B, beyond noise, worst first.
@@ -145,6 +157,12 @@ def diff(
     from lokakern.registry.snapshot.snapshot import Snapshot
     from lokakern.render import terminal
 
+    if db is not None:
+        if b is not None:
+            raise typer.BadParameter("goes with one database, or none", param_hint="--db")
+        a, b = db, a
+    if a is None:
+        raise typer.BadParameter("expected a database", param_hint="A")
     given = (("--before", before), ("--after", after))
     dates = [_utc_ms(text, option) for option, text in given if text is not None]
     devices = (from_device, to_device) != (None, None)
@@ -173,7 +191,7 @@ def diff(
         say(f"and {len(shown) - len(printed)} more: --format csv or json prints all")
     say(f"{len(found)} cells: {_words(counts)}")
     if any(counts[verdict] for verdict in WORSE):
-        raise typer.Exit(WORSE_EXIT)
+        raise typer.Exit(ExitCode.WORSE)
 
 
 def _utc_ms(text: str, option: str) -> float:

@@ -11,19 +11,13 @@ import typer
 
 from lokakern.bench.cli import options
 from lokakern.bench.cli.options import OutputFormat, reading, say, says_errors
-from lokakern.bench.fp8_gain import products
-from lokakern.bench.fp8_gain.gain import PREDICTED, Row, Worth, worth
 from lokakern.errors import UnknownNameError
-from lokakern.functional.checks import granularity_named
-from lokakern.probe import files
-from lokakern.probe.statistics import GEMMS
-from lokakern.registry.register import fp8_format
-from lokakern.selection import dispatcher
-from lokakern.types import Device, ErrorBudget, Layout, Operand
-from lokakern.workloads.suites import PREPARED_FORMS
 
 if TYPE_CHECKING:
+    from lokakern.bench.fp8_gain.gain import Row, Worth
+    from lokakern.bench.fp8_gain.products import Product
     from lokakern.selection.choice import Choice
+    from lokakern.types import Device
 
 
 @says_errors
@@ -93,7 +87,11 @@ def explain(
     total. Products that were never measured are predicted if a model covers them (`fit`), marked
     and summed apart with an interval; others are listed and excluded from the totals.
     """
+    from lokakern.bench.fp8_gain.gain import worth
+    from lokakern.probe.statistics import GEMMS
     from lokakern.render.terminal import TerminalProgress
+    from lokakern.selection import dispatcher
+    from lokakern.types import ErrorBudget
 
     sources = {"--shapes": shapes, "--model": model, "--probe": probe}
     given = [name for name, value in sources.items() if value is not None]
@@ -111,6 +109,9 @@ def explain(
     for name, value in wrong.items():
         if value:
             raise typer.BadParameter(reason, param_hint=name)
+    if bias and epilogue is not None:
+        raise typer.BadParameter("goes without --epilogue, which has bias as a word",
+                                 param_hint="--bias")  # fmt: skip
     if rows is not None and model is None:
         raise typer.BadParameter("goes with --model", param_hint="--rows")
     sizes = options.shape_of(shape or "32768,512,512")
@@ -146,6 +147,11 @@ def _fields(
     out_scale: str | None,
 ) -> dict[str, Any]:
     """Fields of the problem besides its shape."""
+    from lokakern.functional.checks import granularity_named
+    from lokakern.registry.register import fp8_format
+    from lokakern.types import Layout, Operand
+    from lokakern.workloads.suites import PREPARED_FORMS
+
     fp8 = fp8_format(device)
     fields: dict[str, Any] = {"epilogue": "bias"} if bias else {}
     if epilogue is not None:
@@ -164,6 +170,8 @@ def _fields(
 
 
 def _print_choice(choice: Choice, how: OutputFormat) -> None:
+    from lokakern.selection import dispatcher
+
     if how is OutputFormat.JSON:
         facts = {
             "problem": str(choice.problem), "device": choice.table.device.product,
@@ -188,6 +196,8 @@ def _print_choice(choice: Choice, how: OutputFormat) -> None:
 
 
 def _measured_devices() -> str:
+    from lokakern.selection import dispatcher
+
     return ", ".join(sorted(repr(device.product) for device in dispatcher.snapshot().devices))
 
 
@@ -215,8 +225,11 @@ def _print_worth(found: Worth, notes: list[str], what: str, how: OutputFormat) -
 
 def _products(
     shapes: Path | None, model: str | None, probe: Path | None, rows: int | None, gemms: Any
-) -> tuple[list[products.Product], list[str]]:
+) -> tuple[list[Product], list[str]]:
     """Products, and notes about their source."""
+    from lokakern.bench.fp8_gain import products
+    from lokakern.probe import files
+
     alone = "Times cover the products only, not the rest of a step."
     if shapes is not None:
         return products.products_from_file(shapes.expanduser()), [alone]
@@ -246,6 +259,8 @@ def _facts(row: Row) -> dict[str, Any]:
 
 
 def _cells(row: Row, found: Worth) -> dict[str, Any]:
+    from lokakern.bench.fp8_gain.gain import PREDICTED
+
     p = row.product
     cells: dict[str, Any] = {"layer": p.layer}
     if any(other.gemm != "output" for other in found.rows):
@@ -267,13 +282,15 @@ def _cells(row: Row, found: Worth) -> dict[str, Any]:
 
 
 def _tell_missing(found: Worth, place: Path | None) -> None:
+    from lokakern.bench.fp8_gain.products import suite_of
+    from lokakern.selection import dispatcher
 
     missing = found.missing()
     if place is not None and not missing:
         say("everything that a sweep can measure was measured: no file is written")
     elif place is not None:
         with options.writing(place):
-            place.write_text(products.suite_of(missing, name="missing"), encoding="utf-8")
+            place.write_text(suite_of(missing, name="missing"), encoding="utf-8")
         say(f"{place}: {len(missing)} shapes; on {found.device.product}: python -m lokakern.bench "
             f"sweep --suite {place} --errors needed")  # fmt: skip
     elif missing and found.device in dispatcher.snapshot().devices:

@@ -13,15 +13,10 @@ import typer
 
 from lokakern.bench.cli import options
 from lokakern.bench.cli.options import OutputFormat, reading, say, says_errors, writing
-from lokakern.registry.snapshot.loading import load_snapshot
-from lokakern.registry.storage import paths
-from lokakern.selection import dispatcher
-from lokakern.selection.prediction.model_file import parse
-from lokakern.selection.prediction.models import model_path
-from lokakern.types import Device
 
 if TYPE_CHECKING:
     from lokakern.bench.prediction.fit import Quality
+    from lokakern.types import Device
 
 
 @says_errors
@@ -45,7 +40,11 @@ def fit(
     fitted from: fit again after a sweep. With a shipped file as --db it is of that file alone.
     Needs scikit-learn: pip install 'lokakern\[fit]'.
     """
+    from lokakern.registry.storage import paths
     from lokakern.render.terminal import print_rows
+    from lokakern.selection import dispatcher
+    from lokakern.selection.prediction.model_file import parse
+    from lokakern.selection.prediction.models import model_path
 
     database = paths.user_database() if db is None else options.file_of(db, "fit").resolve()
     with _alone(database) if database in paths.shipped_databases() else reading(db):
@@ -69,6 +68,9 @@ def fit(
 @contextmanager
 def _alone(database: Path) -> Iterator[None]:
     """Let dispatch read one shipped file while inside: its model holds beside any other file."""
+    from lokakern.registry.snapshot.loading import load_snapshot
+    from lokakern.selection import dispatcher
+
     dispatcher.use_snapshot(load_snapshot([database]))
     try:
         yield
@@ -84,6 +86,7 @@ def write_model(place: Path, device: Device, *, quiet: bool) -> tuple[bytes, Qua
     """
     from lokakern.bench.prediction.fit import fit as fit_model
     from lokakern.render.terminal import TerminalProgress
+    from lokakern.selection import dispatcher
 
     regime = dispatcher.default_regime(device)
     with TerminalProgress(quiet=quiet) as progress:

@@ -9,13 +9,13 @@ import typer
 
 from lokakern.bench.cli import options
 from lokakern.bench.cli.options import OutputFormat, say, says_errors
-from lokakern.registry.schema.records import HOST_REGIMES
 
 
 class HostRegime(StrEnum):
-    """Regimes in which the host makes each call."""
+    """Regimes in which the host makes each call: `records.HOST_REGIMES`."""
 
-    EAGER, COMPILED = HOST_REGIMES
+    EAGER = "eager"
+    COMPILED = "compiled"
 
 
 @says_errors
@@ -42,7 +42,7 @@ def host(
     from lokakern.selection.host_cost import machine_class
     from lokakern.sweep.plan import harness_digest
 
-    regimes = [x.value for x in regime] if regime else list(HOST_REGIMES)
+    regimes = [x.value for x in regime or HostRegime]
     with TerminalProgress(quiet=quiet) as progress:
         costs, notes = measure_host_costs(regimes, progress)
     target = options.source_of(db) if db is not None else paths.user_database()

@@ -1,11 +1,6 @@
 """The command line: sweep, explain, model, tune, compare, report, export, verify and others.
 
-Commands write data to stdout, and progress and errors to stderr. Exit codes:
-
-0: done. 1: an error, reported in one line. 2: wrong usage. 3: the time limit ended a sweep, which
-the same command resumes. 4: a compared choice was slower than ``--fail-under`` allows, or with
-``--held-out`` slower beyond noise. 5: the sweep is done, but some kernels failed. 6: ``diff`` found
-something slower or less accurate, or ``verify`` rejected a file.
+Commands write data to stdout, and progress and errors to stderr. Exit codes: `options.ExitCode`.
 """
 
 from __future__ import annotations
@@ -25,23 +20,36 @@ from lokakern.bench.cli.explore import explore
 from lokakern.bench.cli.fit import fit
 from lokakern.bench.cli.host import host
 from lokakern.bench.cli.model import model
-from lokakern.bench.cli.options import OutputFormat, reading, say, says_errors
+from lokakern.bench.cli.options import EXIT_CODES, OutputFormat, reading, say, says_errors
 from lokakern.bench.cli.report import report
 from lokakern.bench.cli.sweep import sweep
 from lokakern.bench.cli.tune import tune
 from lokakern.bench.cli.verify import verify
-from lokakern.device import current_device
+from lokakern.version import __version__
 
 app = typer.Typer(
     name="lokakern.bench",
-    help="Measure FP8 kernels, and show which one dispatch chooses and why.\n\n"
-    "Exit codes: 0 done, 1 error, 2 wrong usage, 3 time limit (run again to resume), 4 slower than "
-    "--fail-under allows (or beyond noise with --held-out), 5 swept, but some kernels failed, "
-    "6 slower or less accurate (diff), or a file was rejected (verify).",
+    help=f"Measure FP8 kernels, and show which one dispatch chooses and why.\n\n{EXIT_CODES}",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _say_version(asked: bool) -> None:
+    if asked:
+        print(f"lokakern {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    pass
 
 
 class Listing(StrEnum):
@@ -78,6 +86,7 @@ def list_(
     """
     from lokakern.bench.report import library_smoke, listing
     from lokakern.bench.report.resources import NOTE, resource_rows
+    from lokakern.device import current_device
     from lokakern.render.terminal import print_rows
 
     brief = how is OutputFormat.TABLE
@@ -107,6 +116,6 @@ for name, command in {
     app.command(name, epilog=examples_of(name))(command)
 
 
-def main() -> None:
-    """Run the command line."""
-    app(prog_name="python -m lokakern.bench")
+def main(name: str = "python -m lokakern.bench") -> None:
+    """Run the command line, which help calls by this name."""
+    app(prog_name=name)

@@ -7,13 +7,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 
 from lokakern.bench.cli import options
 from lokakern.bench.cli.options import OutputFormat, reading, say, says_errors
 from lokakern.bench.cli.zoo import numbers, print_zoo, words
-from lokakern.device import current_device
 
 if TYPE_CHECKING:
     from lokakern.bench.models.comparison import Comparison, Result
@@ -111,11 +109,14 @@ def model(
 
     Nothing is stored in a database. Times on a CPU say nothing about a GPU.
     """
+    import torch
+
     from lokakern.bench.models.arms import Setting, arms_named
     from lokakern.bench.models.catalog import CATALOG, config_named
     from lokakern.bench.models.comparison import compare, rows_of, write_suite
     from lokakern.bench.models.learning import save_curves
     from lokakern.bench.models.zoo.catalog import ZOO
+    from lokakern.device import current_device
     from lokakern.measure.time_problem import torch_device
     from lokakern.render import terminal
 

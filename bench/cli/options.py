@@ -1,4 +1,8 @@
-"""Options, output and database handling that the commands share."""
+"""Options, output and database handling that the commands share.
+
+Modules of commands import torch, and modules of lokakern that do, inside functions: parsing and
+help take 0.2 s, and torch alone 2 s (tests/bench/cli/test_start.py).
+"""
 
 from __future__ import annotations
 
@@ -7,23 +11,46 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import lokakern
 from lokakern.errors import DatabaseError, LokakernError, ShapeError
-from lokakern.registry.storage import paths
-from lokakern.selection import dispatcher
-from lokakern.types import COMPILED, COMPILED_GRAPH, REGIMES, Format
 
 if TYPE_CHECKING:
+    from lokakern.types import Format
     from lokakern.workloads.gemm_cases import Case
 
-INTERRUPTED_EXIT = 130  # the convention of shells
 MOST_ROWS = 50  # of a table; JSON and CSV contain all
+
+
+class ExitCode(IntEnum):
+    """Exit codes of all commands.
+
+    0 to 2 say whether the command did its work: it did, it could not, or the command line is wrong.
+    3 to 6 say that it did, and what it found.
+    """
+
+    DONE = 0
+    FAILED = 1
+    WRONG_USAGE = 2
+    TIME_LIMIT = 3
+    SLOWER = 4
+    NOT_OK = 5
+    WORSE = 6
+    INTERRUPTED = 130  # the convention of shells
+
+
+EXIT_CODES = (
+    "Exit codes: 0 done, 1 failed, 2 wrong usage; done, but "
+    "3 not all before --time-limit (run again to resume), 4 slower than --fail-under allows (or "
+    "beyond noise with --held-out), 5 some kernels or cells failed, 6 slower or less accurate "
+    "(diff) or a file rejected (verify); 130 interrupted."
+)
 
 
 class OutputFormat(StrEnum):
@@ -35,19 +62,21 @@ class OutputFormat(StrEnum):
 
 
 class ChoiceRegime(StrEnum):
-    """Regimes of choices."""
+    """Regimes of choices: `lokakern.types.CHOICE_REGIMES`, which imports torch."""
 
-    GRAPH_COLD, GRAPH_HOT, EAGER = REGIMES
-    COMPILED = COMPILED
-    COMPILED_GRAPH = COMPILED_GRAPH
+    GRAPH_COLD = "graph-cold"
+    GRAPH_HOT = "graph-hot"
+    EAGER = "eager"
+    COMPILED = "compiled"
+    COMPILED_GRAPH = "compiled-graph"
 
 
 class TimingRegime(StrEnum):
-    """Timing regimes."""
+    """Timing regimes: `lokakern.types.REGIMES`."""
 
-    GRAPH_COLD = REGIMES[0]
-    GRAPH_HOT = REGIMES[1]
-    EAGER = REGIMES[2]
+    GRAPH_COLD = "graph-cold"
+    GRAPH_HOT = "graph-hot"
+    EAGER = "eager"
 
 
 Database = Annotated[
@@ -107,20 +136,21 @@ def says_errors(command: Callable[..., None]) -> Callable[..., None]:
         if as_json:
             kwargs["how"] = OutputFormat.JSON
         try:
+            lokakern._import_at_once()
             with _showing_progress(quiet=bool(kwargs.get("quiet"))):
                 command(*args, **kwargs)
         except LokakernError as error:
             say(f"{type(error).__name__}: {error}")
-            raise typer.Exit(1) from None
+            raise typer.Exit(ExitCode.FAILED) from None
         except KeyboardInterrupt:
             say("stopped")
-            raise typer.Exit(INTERRUPTED_EXIT) from None
+            raise typer.Exit(ExitCode.INTERRUPTED) from None
         except BrokenPipeError:  # the reader closed the pipe
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         except OSError as error:  # a name that is too long, a folder without permission
             where = f": {error.filename!r}" if error.filename else ""
             say(f"{type(error).__name__}: {error.strerror or error}{where}")
-            raise typer.Exit(1) from None
+            raise typer.Exit(ExitCode.FAILED) from None
 
     parameters = []
     for parameter in inspect.signature(command, eval_str=True).parameters.values():
@@ -189,6 +219,8 @@ def cases_of(shapes: Sequence[str], epilogue: str | None, fp8: Format) -> list[C
 
 def with_shipped(user: Path) -> list[Path]:
     """The shipped databases, and this one if it exists."""
+    from lokakern.registry.storage import paths
+
     return [*paths.shipped_databases(), *([user] if user.exists() else [])]
 
 
@@ -201,6 +233,7 @@ def reading(database: str | None) -> Iterator[None]:
     from lokakern.registry.sharing.import_file import union_of
     from lokakern.registry.snapshot.snapshot import Snapshot
     from lokakern.registry.storage.paths import shipped_databases
+    from lokakern.selection import dispatcher
 
     shipped, given = shipped_databases(), source_of(database)
     rows = union_of(shipped, [given])

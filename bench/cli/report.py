@@ -10,7 +10,6 @@ import typer
 from lokakern.bench.cli import options
 from lokakern.bench.cli.options import OutputFormat, reading, say, says_errors
 from lokakern.errors import DatabaseError
-from lokakern.selection.dispatcher import device_named, snapshot
 
 
 @says_errors
@@ -52,6 +51,7 @@ def _of_device(
     from lokakern.bench.report import charts
     from lokakern.bench.report.survey import BUDGETS, survey_of
     from lokakern.render.terminal import TerminalProgress, print_rows
+    from lokakern.selection.dispatcher import device_named, snapshot
 
     if out is not None or png is not None:
         charts.vl_convert()  # fails here if it is not installed

@@ -13,28 +13,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lokakern.bench.cli import options
-from lokakern.bench.cli.fit import write_model
-from lokakern.bench.cli.options import OutputFormat, say, says_errors
-from lokakern.build import prebuild as compiling
-from lokakern.device import current_device
+from lokakern.bench.cli.options import ExitCode, OutputFormat, say, says_errors
 from lokakern.errors import DatabaseError, MeasurementError, UnknownNameError
-from lokakern.registry.register import fp8_format, load_tried
-from lokakern.registry.schema.row_keys import from_row, row_of
-from lokakern.registry.storage.paths import user_database
-from lokakern.selection import dispatcher, misses
-from lokakern.selection.prediction.models import model_path
-from lokakern.types import Device, Problem
-from lokakern.workloads.filters import parse_condition
-from lokakern.workloads.suite_files import suite_named
-from lokakern.workloads.suites import Case
 
 if TYPE_CHECKING:
     from lokakern.registry.snapshot.loading import SweepDatabase
     from lokakern.registry.storage.reader import Source
     from lokakern.sweep.engine import SweepReport
     from lokakern.sweep.ranks import SingleRank
+    from lokakern.types import Device
+    from lokakern.workloads.suites import Case
 
-TIME_LIMIT_EXIT, NOT_OK_EXIT = 3, 5
 MOST_SHOWN = 200  # problems; printing 10970 times at 2065 problems takes 20 s
 DEFAULT_SUITE = "smoke"
 
@@ -147,13 +136,21 @@ def sweep(
     how: options.How = OutputFormat.TABLE,
 ) -> None:
     """Measure times and errors and store them; resume where an earlier sweep stopped."""
+    from lokakern.bench.cli.fit import write_model
     from lokakern.bench.report import library_smoke
     from lokakern.bench.report.summary import summary_rows
+    from lokakern.build.prebuild import gpu_named
+    from lokakern.device import current_device
+    from lokakern.registry.register import load_tried
     from lokakern.registry.snapshot.loading import SweepDatabase
     from lokakern.render import terminal
+    from lokakern.selection import dispatcher
+    from lokakern.selection.prediction.models import model_path
     from lokakern.sweep import engine as sweeping
     from lokakern.sweep.ranks import ranks_of_torchrun, take_gpu
 
+    if epilogue is not None and not shape:
+        raise typer.BadParameter("goes with --shape", param_hint="--epilogue")
     if device_name is not None and not prebuild:
         raise typer.BadParameter("goes with --prebuild: a sweep measures the device here",
                                  param_hint="--device")  # fmt: skip
@@ -171,7 +168,7 @@ def sweep(
         raise typer.BadParameter("goes without --prebuild", param_hint="--fit")
     fitted = options.file_of(str(_target(db)), "--fit") if fit else None
     take_gpu()
-    device = compiling.gpu_named(device_name) if prebuild else current_device()
+    device = gpu_named(device_name) if prebuild else current_device()
 
     @functools.cache
     def read() -> SweepDatabase:
@@ -245,9 +242,9 @@ def sweep(
         say(f"{place}: {quality}")
     if done.out_of_time:
         say(f"the time limit of {time_limit:g} s ended the sweep; run it again")
-        raise typer.Exit(TIME_LIMIT_EXIT)
+        raise typer.Exit(ExitCode.TIME_LIMIT)
     if done.failures:
-        raise typer.Exit(NOT_OK_EXIT)
+        raise typer.Exit(ExitCode.NOT_OK)
 
 
 def _asked_for(
@@ -258,6 +255,10 @@ def _asked_for(
     device: Device,
 ) -> list[Case]:
     """Cases named on the command line or in the ledger of misses."""
+    from lokakern.registry.register import fp8_format
+    from lokakern.selection import misses
+    from lokakern.workloads.suites import Case
+
     cases = options.cases_of(shapes, epilogue, fp8_format(device))
     asked = [misses.parse(text) for text in problems]
     asked += [missed for missed, _ in misses.read()] if from_misses else []
@@ -296,7 +297,11 @@ def _cases_timed(
 
     One rank reads them for all ranks, which may have different copies.
     """
+    from lokakern.registry.schema.row_keys import from_row, row_of
+    from lokakern.selection import dispatcher
     from lokakern.sweep.stale_jobs import cases_timed
+    from lokakern.types import Problem
+    from lokakern.workloads.suites import Case
 
     def look() -> list[Any]:
         database.collect_runs()
@@ -309,6 +314,7 @@ def _cases_timed(
 
 
 def _cases_of_suite(suite: str, device: Device) -> tuple[list[Case], str]:
+    from lokakern.workloads.suite_files import suite_named
 
     chosen = suite_named(suite)
     cases = chosen.cases(device)
@@ -325,7 +331,10 @@ def _checked(
     cases: list[Case], name: str, where: str | None, kernels: Sequence[str], device: Device
 ) -> list[Case]:
     """Cases that meet the condition, after a check that a kernel accepts one of them."""
+    from lokakern.did_you_mean import did_you_mean
+    from lokakern.registry.register import KERNELS
     from lokakern.sweep.plan import candidates
+    from lokakern.workloads.filters import parse_condition
 
     if where:
         condition = parse_condition(where)
@@ -335,7 +344,7 @@ def _checked(
     if kernels and not any(candidates(case.problem, device, kernels) for case in cases):
         raise UnknownNameError(
             f"--kernel is {', '.join(kernels)}; no kernel that accepts these problems has such a "
-            "name (see `list kernels`)"
+            f"name; {did_you_mean(kernels[0], KERNELS)}`list kernels` shows all"
         )
     return cases
 
@@ -348,6 +357,7 @@ def _prebuild(
     *,
     has_errors: bool,
 ) -> None:
+    from lokakern.build.prebuild import prebuild
     from lokakern.measure.accuracy import launched_for_errors
     from lokakern.render import terminal
 
@@ -355,17 +365,18 @@ def _prebuild(
         problems = [case.problem for case in cases]
         if has_errors:
             problems += [launched_for_errors(problem, device) for problem in problems]
-        built = compiling.prebuild(problems, device, tuple(kernels), progress=progress)
+        built = prebuild(problems, device, tuple(kernels), progress=progress)
     say(f"{built.compiled} kernels compiled for {device.product} and {built.already_there} "
         f"there already, in {built.seconds:.0f} s")  # fmt: skip
     for broken in built.failures:
         say(f"not compiled: {broken.job}: {broken.reason}")
     if built.failures:
-        raise typer.Exit(NOT_OK_EXIT)
+        raise typer.Exit(ExitCode.NOT_OK)
 
 
 def _target(db: str | None) -> Path | str:
     from lokakern.registry.sharing.import_file import checked_file
+    from lokakern.registry.storage.paths import user_database
 
     target = options.source_of(db) if db else user_database()
     if isinstance(target, Path):

@@ -9,16 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lokakern.bench.cli import options
-from lokakern.bench.cli.options import OutputFormat, say, says_errors
+from lokakern.bench.cli.options import ExitCode, OutputFormat, say, says_errors
 from lokakern.errors import DatabaseError
-from lokakern.registry.storage.paths import user_database
-from lokakern.selection import dispatcher
 
 if TYPE_CHECKING:
     from lokakern.bench.exchange.remeasure import Row
     from lokakern.bench.exchange.verify import Verdict
-
-REJECTED_EXIT = 6
 
 
 @says_errors
@@ -51,8 +47,10 @@ def verify(
     from lokakern.registry.quarantine import quarantined_files
     from lokakern.registry.sharing.quarantine import reject, settle
     from lokakern.registry.snapshot.loading import load_snapshot
+    from lokakern.registry.storage.paths import user_database
     from lokakern.registry.storage.run_files import RunFile
     from lokakern.render import terminal
+    from lokakern.selection import dispatcher
     from lokakern.sweep.plan import harness_digest
 
     found = options.file_of(db, "--db") if db else user_database()
@@ -91,9 +89,9 @@ def verify(
     terminal.print_rows(printed, how)
     say(f"drawn with --seed {seed}")
     if rejected:
-        raise typer.Exit(REJECTED_EXIT)
+        raise typer.Exit(ExitCode.WORSE)
     if failed:
-        raise typer.Exit(1)
+        raise typer.Exit(ExitCode.FAILED)
 
 
 def _tell(verdict: Verdict) -> None:

@@ -8,17 +8,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 import typer
 
-from lokakern.bench.cli.options import OutputFormat, say
-from lokakern.device import current_device
+from lokakern.bench.cli.options import ExitCode, OutputFormat, say
 from lokakern.errors import DeviceLostError
 
 if TYPE_CHECKING:
-    from lokakern.bench.models.zoo.cell import Row
+    import torch
 
-TIME_LIMIT_EXIT, NOT_OK_EXIT = 3, 5
+    from lokakern.bench.models.zoo.cell import Row
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -63,6 +61,7 @@ def print_zoo(
     """
     from lokakern.bench.models.zoo.cell import MODES
     from lokakern.bench.models.zoo.table import FILE, cells_of, run, table_of
+    from lokakern.device import current_device
     from lokakern.render import terminal
 
     if not modes or not set(modes) <= set(MODES):
@@ -104,6 +103,6 @@ def print_zoo(
         say(f"the time limit left {missing} of {len(cells) * len(modes)} ratios; " + (
             "run the same command again to measure them" if out else "--out keeps those measured"
         ))  # fmt: skip
-        raise typer.Exit(TIME_LIMIT_EXIT)
+        raise typer.Exit(ExitCode.TIME_LIMIT)
     if any(row.error for row in rows):
-        raise typer.Exit(NOT_OK_EXIT)
+        raise typer.Exit(ExitCode.NOT_OK)

@@ -24,9 +24,10 @@ from lokakern.bench.compare.race import (
     shape_of,
 )
 from lokakern.device import current_device
-from lokakern.errors import MeasurementError
+from lokakern.did_you_mean import did_you_mean
+from lokakern.errors import MeasurementError, UnknownNameError
 from lokakern.problems import PADDED, baseline_name
-from lokakern.registry.register import KERNELS, Kernel, kernel_named
+from lokakern.registry.register import KERNELS, Kernel, kernel_named, load_kernels
 from lokakern.selection import dispatcher
 from lokakern.selection.dispatcher import Choice
 from lokakern.selection.ties import within_noise
@@ -124,9 +125,13 @@ def compare(
     Raises:
         UnknownNameError: A baseline is no kernel.
     """
+    load_kernels()
     for name in baselines:
-        if name != UNQUANTIZED:
-            kernel_named(name)
+        if name not in {UNQUANTIZED, *KERNELS}:
+            raise UnknownNameError(
+                f"kernel {name!r} is not registered; {did_you_mean(name, [UNQUANTIZED, *KERNELS])}"
+                f"`list kernels` shows all, and {UNQUANTIZED} is the unquantized one"
+            )
     choose, groups = chooser(setting), setting.groups
     races, admissible = [], []
     for case in compared_of(cases, choose):

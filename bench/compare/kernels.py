@@ -29,6 +29,7 @@ from lokakern.bench.compare.race import (
     shape_of,
 )
 from lokakern.device import current_device
+from lokakern.did_you_mean import did_you_mean
 from lokakern.errors import UnknownNameError
 from lokakern.measure.time_problem import FLOOR_BYTES_PER_US, FLOOR_FLOPS_PER_US, FLOOR_LAUNCH_US
 from lokakern.registry.register import KERNELS, Kernel, kernels_for
@@ -219,8 +220,8 @@ def _check_names(op: str, ours: Sequence[str], rivals: Sequence[str]) -> None:
     for glob in (*ours, *rivals):
         if not any(fnmatchcase(name, glob) for name in (*names, *parts)):
             raise UnknownNameError(
-                f"no kernel of {op} is named {glob!r}; expected one of {', '.join(names)}, or a "
-                "pattern such as 'cuda.*'"
+                f"no kernel of {op} is named {glob!r}; {did_you_mean(glob, names)}`list kernels` "
+                "shows all; a pattern such as 'cuda.*' is a name, too"
             )
     if not any(_is_ours(kernel, ours) for kernel in kernels):
         raise UnknownNameError(

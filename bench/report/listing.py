@@ -14,7 +14,7 @@ from lokakern.bench.report.coverage import Holdings, totals
 from lokakern.device import current_device, current_environment
 from lokakern.registry.coverage import coverage_of
 from lokakern.registry.register import KERNELS, load_kernels
-from lokakern.registry.snapshot.snapshot import Snapshot
+from lokakern.registry.snapshot.snapshot import Snapshot, without_garbage_collection
 from lokakern.registry.staleness import is_current
 from lokakern.registry.storage.paths import shipped_databases, user_database
 from lokakern.selection import dispatcher
@@ -54,7 +54,8 @@ def rows_of(what: str, *, brief: bool = False, device: str | None = None) -> lis
         "device": functools.partial(_device, device),
         "coverage": functools.partial(_coverage, device),
     }
-    rows = listings[what]()
+    with without_garbage_collection():  # 0.7 of 6 s of the device with the shipped rows
+        rows = listings[what]()
     if brief and what in BRIEF:
         return [{column: row[column] for column in BRIEF[what]} for row in rows]
     return rows

@@ -57,6 +57,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lokakern.did_you_mean import did_you_mean
 from lokakern.epilogue import ACTIVATIONS, norm_form
 from lokakern.errors import ShapeError, SuiteError, UnknownNameError
 from lokakern.types import Format, Granularity
@@ -157,8 +158,8 @@ def suite_named(name: str) -> Suite:
         return SUITES[name]
     except KeyError:
         raise UnknownNameError(
-            f"suite {name!r} is unknown; expected one of {', '.join(SUITES)}, "
-            "or a file that ends in .toml"
+            f"suite {name!r} is unknown; {did_you_mean(name, SUITES)}expected one of "
+            f"{', '.join(SUITES)}, or a file that ends in .toml"
         ) from None
 
 

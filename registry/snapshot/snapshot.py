@@ -6,7 +6,6 @@ built for the few that a question is about.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import gc
 import hashlib
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
+from lokakern.did_you_mean import did_you_mean
 from lokakern.errors import DatabaseError, DeviceError
 from lokakern.registry.quarantine import key_array
 from lokakern.registry.schema import row_keys
@@ -380,10 +380,7 @@ class Snapshot:
         ]
         if not matches:
             known = ", ".join(sorted({repr(d.product) for d in self.devices})) or "none"
-            asked, products = _normalized(name), {_normalized(d.product): d for d in self.devices}
-            near = [known for known in products if asked and asked in known]
-            near += difflib.get_close_matches(asked, products, 1)
-            meant = f"did you mean {products[near[0]].product!r}? " if near else ""
+            meant = did_you_mean(name, [d.product for d in self.devices])
             raise DeviceError(
                 f"device {name!r} is in no database; {meant}known are {known}; measure it with "
                 "`python -m lokakern.bench sweep` there"

@@ -459,7 +459,10 @@ def test_suites_are_found_by_name() -> None:
         assert suite_named(name) is suite
         assert suite.name == name
         assert suite.title
-    with pytest.raises(UnknownNameError, match="'anchor' is unknown; expected one of smoke, anch"):
+    with pytest.raises(
+        UnknownNameError,
+        match=r"'anchor' is unknown; did you mean 'anchors'\? expected one of smoke, anch",
+    ):
         suite_named("anchor")
 
 

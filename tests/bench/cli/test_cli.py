@@ -637,8 +637,29 @@ def test_export_writes_current_rows(command: Command, measured: str, tmp_path: P
         (("sweep", "--shape", "64"), "ShapeError: --shape is '64'; expected m,n,k"),
         (("sweep", "--shape", "64,32,x"), "ShapeError: --shape is '64,32,x'"),
         (("sweep", "--shape", "64,0,32"), "ShapeError: --shape is '64,0,32'"),
-        (("sweep", "--suite", "smok"), "UnknownNameError: suite 'smok' is unknown"),
-        (("sweep", *SHAPE, "--kernel", "torch.bf61"), "UnknownNameError: "),
+        (
+            ("sweep", "--suite", "smok"),
+            "UnknownNameError: suite 'smok' is unknown; did you mean 'smoke'? expected one of",
+        ),
+        (
+            ("sweep", *SHAPE, "--kernel", "torch.bf61"),
+            "UnknownNameError: --kernel is torch.bf61; no kernel that accepts these problems has "
+            "such a name; did you mean 'torch.bf16'?",
+        ),
+        (("sweep", *SHAPE, "--epilogue", "nope"), "UnknownNameError: epilogue 'nope' is unknown"),
+        (("explain", "--epilogue", "nope"), "UnknownNameError: gemm: epilogue is 'nope'"),
+        (
+            ("explain", "scaled_gemm", "--scale", "row", "--epilogue", "bias+nope"),
+            "UnknownNameError: scaled_gemm: epilogue is 'bias+nope'; expected one of bias,",
+        ),
+        (
+            ("explain", "quantize", "--shape", "64,32", "--epilogue", "nope"),
+            "UnknownNameError: quantize: epilogue is 'nope'",
+        ),
+        (
+            ("chain", "--epilogue", "nope", "--quiet"),
+            "UnknownNameError: epilogue 'nope' is unknown",
+        ),
         (("explain", "gem"), "UnknownNameError: op 'gem' is unknown"),
         (("explain", "quantize", *SHAPE), "ShapeError: quantize: shape is (64, 32, 32)"),
         (("explain", "--budget", "-1"), "BudgetError: budget row_err is -1"),
@@ -647,6 +668,18 @@ def test_export_writes_current_rows(command: Command, measured: str, tmp_path: P
         (("explain", "--distribution", "X99"), "UnknownNameError: distribution 'X99'"),
         (("explain", "--prepared", "col"), "UnknownNameError: --prepared is 'col'; expected one"),
         (("compare", *SHAPE, "--baseline", "nope"), "UnknownNameError: kernel 'nope' is not reg"),
+        (
+            ("compare", *SHAPE, "--baseline", "torch.bf61"),
+            "UnknownNameError: kernel 'torch.bf61' is not registered; did you mean 'torch.bf16'?",
+        ),
+        (
+            ("compare", *SHAPE, "--ours", "torch.emulated_rwo"),
+            "UnknownNameError: no kernel of gemm is named 'torch.emulated_rwo'; did you mean ",
+        ),
+        (
+            ("explain", "--device", "nvidia h20"),
+            "DeviceError: device 'nvidia h20' is in no database; did you mean 'NVIDIA H200'?",
+        ),
         (("compare", "--suite", "smok"), "UnknownNameError: suite 'smok' is unknown"),
         (("compare", "--op", "gem"), "UnknownNameError: op 'gem' is unknown"),
         (
@@ -657,13 +690,21 @@ def test_export_writes_current_rows(command: Command, measured: str, tmp_path: P
         (("compare", "--where", "rows > 9"), "SuiteError: condition 'rows > 9' cannot be"),
         (("compare", "--load", "no_such"), "UnknownNameError: --load: 'no_such' cannot be"),
         (("export", "a.sqlite", "--device", "no such"), "DeviceError: device 'no such' is in no"),
+        (("diff", "--db", "/nowhere/a.sqlite", "b"), "DatabaseError: database '/nowhere/a.sqlite'"),
+        (("merge", "--db", "/nowhere/a", "--out", "b"), "DatabaseError: database '/nowhere/a'"),
+        (("explore", "--db", "/nowhere/a.sqlite"), "DatabaseError: database '/nowhere/a.sqlite'"),
         (("list", "--db", "/nowhere/a.sqlite"), "DatabaseError: database '/nowhere/a.sqlite'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
 def test_errors_are_one_line_on_stderr(
-    command: Command, words: tuple[str, ...], error: str
+    command: Command,
+    words: tuple[str, ...],
+    error: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(tmp_path)  # `merge` leaves a lock beside its target
     quiet = ("--quiet",) if words[0] in ("sweep", "compare") else ()
     ran = command(*words, *quiet)
     assert (ran.code, ran.out) == (1, "")
@@ -688,6 +729,13 @@ def test_graphs_need_a_gpu(command: Command, tmp_path: Path) -> None:
         ("sweep", "--nope"),
         ("sweep", "--regime", "hot"),
         ("sweep", "--time-limit", "soon"),
+        ("sweep", "--epilogue", "layer"),
+        ("compare", "--epilogue", "layer"),
+        ("explain", "--bias", "--epilogue", "bias"),
+        ("merge", "--out", "a.sqlite"),
+        ("diff", "--before", "2026-01-31"),
+        ("diff", "a", "b", "--db", "c"),
+        ("explore", "a", "--db", "b"),
         ("list", "everything"),
         ("list", "--format", "xml"),
         ("list", "suites", "--resources"),
@@ -706,6 +754,34 @@ def test_wrong_usage_is_exit_code_2(command: Command, words: tuple[str, ...]) ->
     assert ran.code == 2
     assert "Usage" in ran.err + ran.out
     assert not ran.out or not words
+
+
+def test_devices_are_named_in_any_case(command: Command, measured: str, tmp_path: Path) -> None:
+    product = current_device().product
+    name = product.swapcase()
+    assert name != product
+    asked = ("--device", name, "--db", measured)
+    assert product in command("explain", *SHAPE, *asked).out
+    rows = {row["what"]: row["value"] for row in command("list", "device", "--json", *asked).json}
+    assert rows["product"] == product
+    assert command("list", "coverage", *asked).code == 0
+    assert command("report", "--json", *asked).code == 0
+    assert product in command("chain", "--m", "64", "--layers", "32x32", *asked).out
+    assert command("export", str(tmp_path / "out.sqlite"), *asked).code == 0
+    assert command("diff", "--device", name, "--db", measured, measured).code == 0
+    both = ("--from-device", name, "--to-device", product)
+    assert command("diff", "--db", measured, *both).code == 0
+
+
+def test_the_database_of_merge_and_import_may_be_an_option(
+    command: Command, measured: str, tmp_path: Path
+) -> None:
+    merged, own = tmp_path / "merged.sqlite", tmp_path / "own.sqlite"
+    assert command("merge", "--db", measured, "--out", str(merged)).code == 0
+    assert count(merged, "timing") == count(measured, "timing")
+    ran = command("import", str(merged), "--db", str(own), "--trust")
+    assert ran.code == 0, ran.err
+    assert count(own, "timing") == count(measured, "timing")
 
 
 def test_help_is_no_error(command: Command) -> None:
