@@ -46,7 +46,7 @@ class ExitCode(IntEnum):
 
 
 EXIT_CODES = (
-    "Exit codes: 0 done, 1 failed, 2 wrong usage; done, but "
+    "Exit codes: 0 done, 1 failed, 2 wrong usage, which includes names that nothing has; done, but "
     "3 not all before --time-limit (run again to resume), 4 slower than --fail-under allows (or "
     "beyond noise with --held-out), 5 some kernels or cells failed, 6 slower or less accurate "
     "(diff) or a file rejected (verify); 130 interrupted."
@@ -129,7 +129,11 @@ def say(words: str) -> None:
 
 
 def says_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """Report expected errors of a command in one line, and add --json where --format is."""
+    """Report expected errors of a command in one line, and add --json where --format is.
+
+    Errors of what the command line says have exit code 2, like those that typer finds: they are
+    ValueErrors, TypeErrors or KeyErrors. Others have exit code 1.
+    """
 
     @wraps(command)
     def wrapped(*args: Any, as_json: bool = False, **kwargs: Any) -> None:
@@ -141,7 +145,8 @@ def says_errors(command: Callable[..., None]) -> Callable[..., None]:
                 command(*args, **kwargs)
         except LokakernError as error:
             say(f"{type(error).__name__}: {error}")
-            raise typer.Exit(ExitCode.FAILED) from None
+            wrong = isinstance(error, ValueError | TypeError | KeyError)
+            raise typer.Exit(ExitCode.WRONG_USAGE if wrong else ExitCode.FAILED) from None
         except KeyboardInterrupt:
             say("stopped")
             raise typer.Exit(ExitCode.INTERRUPTED) from None

@@ -606,7 +606,7 @@ def test_the_command_answers_for_another_device() -> None:
 )
 def test_invalid_arguments_of_the_command(words: tuple[str, ...], says: str) -> None:
     ran = CliRunner().invoke(app, [*WORDS, *words])
-    assert ran.exit_code == 1 and says in ran.stderr and len(ran.stderr.splitlines()) == 1
+    assert ran.exit_code == 2 and says in ran.stderr and len(ran.stderr.splitlines()) == 1
 
 
 def test_layers_are_bounded_by_their_norm() -> None:

@@ -260,7 +260,7 @@ def test_a_kernel_and_a_condition_select_stale_measurements(
     assert rows_of_last_run(path, "timing") == [(QUANTIZER, "quantize", 96)]
     assert "stale: 1 of 5 problems, and 0 of 0 errors" in ran.err
     ran = command(*words, "--where", "m == 7")
-    assert ran.code == 1 and "no problem of stale meets 'm == 7'" in ran.err
+    assert ran.code == 2 and "no problem of stale meets 'm == 7'" in ran.err
 
 
 def test_another_toolchain_makes_everything_usable(
@@ -531,7 +531,7 @@ def test_devices_are_listed_by_name(command: Command, facts: Facts) -> None:
     assert "torch" not in rows, "nobody knows what is installed there"
     assert rows["regime"] == "graph-cold" and rows["times"] == "none"
     ran = command("list", "device", "--device", "no such", "--db", str(facts.path))
-    assert ran.code == 1 and ran.err.startswith("DeviceError: device 'no such' is in no")
+    assert ran.code == 2 and ran.err.startswith("DeviceError: device 'no such' is in no")
     assert command("list", "kernels", "--device", "NVIDIA H200").code == 2
 
 

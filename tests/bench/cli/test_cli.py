@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from lokakern.bench.cli.main import app
+from lokakern.bench.cli.options import ExitCode
 from lokakern.bench.report import listing
 from lokakern.device import current_device, current_environment, devices_here
 from lokakern.measure import operands
@@ -707,7 +708,8 @@ def test_errors_are_one_line_on_stderr(
     monkeypatch.chdir(tmp_path)  # `merge` leaves a lock beside its target
     quiet = ("--quiet",) if words[0] in ("sweep", "compare") else ()
     ran = command(*words, *quiet)
-    assert (ran.code, ran.out) == (1, "")
+    code = ExitCode.FAILED if error.startswith("DatabaseError") else ExitCode.WRONG_USAGE
+    assert (ran.code, ran.out) == (code, "")
     assert len(ran.errors) == 1, ran.err
     assert ran.errors[0].startswith(error)
 

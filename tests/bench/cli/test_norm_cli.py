@@ -103,7 +103,7 @@ def test_explain_chooses_by_the_error_after_the_norm(database: str) -> None:
 )  # fmt: skip
 def test_unsupported_options_are_errors_of_one_line(words: tuple[str, ...], says: str) -> None:
     ran = run(*words)
-    assert ran.exit_code == 1
+    assert ran.exit_code == 2
     assert says in ran.stderr and len(ran.stderr.splitlines()) == 1
 
 

@@ -210,7 +210,7 @@ def test_two_gpus(diff: Callable[..., Ran]) -> None:
     code, _, err = diff(both, rows({"us": 13.0, "device": H100}), "--device", "NVIDIA H100")
     assert code == 6 and err.startswith("2 cells: 1 slower, 1 only in A")  # errors have no device
     code, _, err = diff(both, "--from-device", "NVIDIA H200", "--to-device", "no such")
-    assert code == 1 and "device 'no such' is in no database" in err
+    assert code == 2 and "device 'no such' is in no database" in err
 
 
 def test_two_spans_of_time(diff: Callable[..., Ran]) -> None:

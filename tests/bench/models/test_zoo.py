@@ -365,5 +365,5 @@ def test_wrong_options_are_refused(words: tuple[str, ...], message: str) -> None
 
 def test_an_unknown_model_lists_those_of_the_zoo() -> None:
     done = called("bert")
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert "expected one of wukong" in done.stderr and "masknet" in done.stderr
