@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +32,7 @@ from lokakern.nn.linear import (
     fuse_quantizers,
 )
 from lokakern.nn.routed_chain import replay_chain, run_chain
-from lokakern.nn.routed_matmul import is_known, prepare_to_be_compiled
+from lokakern.nn.routed_matmul import is_constant, prepare_to_be_compiled
 from lokakern.registry.register import kernel_named
 from lokakern.types import Granularity
 
@@ -114,13 +114,29 @@ def is_plain_call(module: nn.Module) -> bool:
     )
 
 
+def static_rows(x: Tensor) -> int:
+    """For a compiler, the rows of an input; -1 if they are dynamic, or it is no usual tensor."""
+    if hasattr(x, "device_mesh") or x.is_meta or x.is_nested or x.dim() < 2:
+        return -1
+    m = x.numel() // x.shape[-1]  # the size of a shape is no symbol in torch.export
+    return m if is_constant(m) else -1
+
+
+def has_no_launch(plan: str, m: int) -> bool:
+    """Whether a plan has no launches at m, which is -1 if it is unknown; a constant for compilers.
+
+    Where all of a model is idle, each global that the way to its layers reads would be two guards
+    more, which the compiled call of each step evaluates.
+    """
+    return m >= 0 and is_idle_at(plan, m)
+
+
 def layers_at(x: Tensor, plan: str) -> list[Words]:
     """The layers of a plan that holds for an input, as words; none if it does not hold."""
     if is_compiling():
         if hasattr(x, "device_mesh") or x.is_meta or x.is_nested or x.dim() < 2:
             return []
-        m = x.numel() // x.shape[-1]  # the size of a shape is no symbol in torch.export
-        found = chain_way(plan, m if is_known(m) else -1, x.dtype, x.device.type)
+        found = chain_way(plan, static_rows(x), x.dtype, x.device.type)
     else:
         if type(x) is not Tensor or is_traced() or x.is_meta or x.is_nested or x.dim() < 2:
             return []
@@ -269,9 +285,9 @@ def _words_at(plan: str, m: int) -> str:
     return _BETWEEN_LAYERS.join(map(_BETWEEN_WORDS.join, words))
 
 
-def prepare_chains() -> None:
+def prepare_chains(*others: Callable[..., Any]) -> None:
     """Mark functions whose results are constants for compilers, see `prepare_to_be_compiled`."""
-    prepare_to_be_compiled(chain_way, fuse_quantizers)
+    prepare_to_be_compiled(chain_way, has_no_launch, fuse_quantizers, *others)
 
 
 def words_of_plan(plan: str) -> list[Words]:

@@ -14,6 +14,7 @@ not a class, so that the module is what it was to code that asks for its type.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import operator
@@ -35,11 +36,13 @@ from lokakern.nn.chain_call import (
     are_same,
     call_again,
     call_parts,
+    has_no_launch,
     is_idle_at,
     is_part,
     layers_at,
     prepare_chains,
     rows_in,
+    static_rows,
     words_of_plan,
 )
 from lokakern.nn.chain_plan import read_plan
@@ -97,6 +100,8 @@ def cross(plan: str, x0: Tensor, x: Tensor, input: Tensor, *layers: nn.Module) -
             if found is not None:
                 return found
             keeper = Keeper(layers[0], layers[1:])
+    elif has_no_launch(plan, static_rows(input)):
+        plan = ""
     words = layers_at(input, plan) if plan else []
     parts = _parts(layers, words) if words else []
     if parts:
@@ -138,6 +143,10 @@ class CrossedForward:
         UnsupportedError: The forward cannot be traced, or a cross or a product is not there.
     """
 
+    # What a compiler reads where the forward depends on children alone, in one text: each of these
+    # reads is a guard that every call of the compiled model evaluates. Names of children, which of
+    # them are converted layers, and plans; "" if there is more.
+    _known = ""
     # By shapes of inputs, whether no plan holds.
     _is_idle_at: dict[tuple[torch.Size, ...], bool] | None = None
 
@@ -146,7 +155,6 @@ class CrossedForward:
     ) -> None:
         self.module, self.before, self.settings = module, before, settings
         crosses = settings[-1].crosses if settings else ()
-        self.plans = tuple(plan for _, plan in crosses)
         if crosses:  # in inference, which is no other mode
             graphs, self._defaults = [graph_of(module)], dict[str, Any]()
         else:
@@ -183,13 +191,27 @@ class CrossedForward:
         self._of_children = list(reads.values())
         self._tied = _tied_names(graphs, module)
         self._compile()
+        self.take_plans(crosses)
+
+    def take_plans(self, crosses: Sequence[Cross]) -> None:
+        """Use the plans of these crosses, which are those of the forward."""
+        self.plans = tuple(plan for _, plan in crosses)
+        self._is_idle_at = None
+        if self._only_children is None or self._defaults or len(self._functions) > 1:
+            self._known = ""
+            return
+        # Of other classes Dynamo knows what it reads; their type would be a guard in Python.
+        children = (
+            f"{name}\0{'linear' if isinstance(child, Linear) else ''}"
+            for name, child in self.module._modules.items()
+        )
+        self._known = "\2".join(("\1".join(children), "\1".join(self.plans)))
 
     def _compile(self) -> None:
         self._functions: list[Callable[..., Any]] = []  # in training, and in evaluation
         for source in self._sources:
-            names = dict(self._names)
-            exec(compile(source, "<crossed forward>", "exec"), names)
-            self._functions.append(names["forward"])
+            self._functions.append(_function(source, tuple(sorted(self._names.items()))))
+        self._only_function = self._functions[0]
         others = (self._values, self._of_class, self._of_children, self._tied)
         is_more = any(others) or any(isinstance(child, _LISTS) for child in self._children)
         self._only_children = None if is_more else tuple(self._children)
@@ -204,6 +226,8 @@ class CrossedForward:
 
     def run(self, *args: Any, **options: Any) -> Any:
         """The module's output; this method is its ``forward``."""
+        if is_compiling() and self._known:
+            return self._run_compiled(args, options)
         module = self.module
         shapes: tuple[torch.Size, ...] | None = None  # if all that is given are usual tensors
         is_idle = None
@@ -228,6 +252,18 @@ class CrossedForward:
                 "parameters; after a change, refresh the conversion (handle.refresh())"
             )
         return self._run_own(args, options)
+
+    def _run_compiled(self, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """`run` by `_known`; a layer may have taken the place of another."""
+        module = self.module
+        children, plans = [part.split("\1") for part in self._known.split("\2")]
+        if len(children) != len(module._modules) or _has_none((*args, *options.values())):
+            return self._run_own(args, options)
+        for child in children:
+            name, kind = child.split("\0")
+            if kind and not isinstance(module._modules[name], Linear):
+                return self._run_own(args, options)
+        return self._only_function(module, tuple(plans), *args, **options)
 
     def _run_own(self, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         if self.before is not None:
@@ -324,7 +360,7 @@ class CrossedForward:
             name: _Module(x.__name__) if isinstance(x, ModuleType) else x
             for name, x in self._names.items()
         }
-        return {**vars(self), "_names": names, "_functions": []}
+        return {**vars(self), "_names": names, "_functions": [], "_only_function": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -334,6 +370,14 @@ class CrossedForward:
         }
         self._compile()
         prepare_chains()
+
+
+@functools.lru_cache(maxsize=4096)
+def _function(source: str, names: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
+    """The function ``forward`` of a text; one for equal modules, whose guards compilers share."""
+    scope = dict(names)
+    exec(compile(source, "<crossed forward>", "exec"), scope)
+    return scope["forward"]  # type: ignore[no-any-return]
 
 
 def graph_of(module: nn.Module) -> fx.Graph:
@@ -412,6 +456,8 @@ def _has_none(values: Iterable[Any]) -> bool:
     for x in values:
         if x is None:
             return True
+        if isinstance(x, Tensor):
+            continue
         if isinstance(x, list | tuple) and _has_none(x):
             return True
         if isinstance(x, dict) and _has_none(x.values()):
@@ -517,8 +563,8 @@ def set_crosses(module: nn.Module, crosses: Sequence[Cross], key: str = "") -> N
         made = CrossedForward(module, before, settings)
     assert made is not None
     _drop_weights(module, key)
-    made.settings, made.plans = settings, tuple(plan for _, plan in crosses)
-    made._is_idle_at = None
+    made.settings = settings
+    made.take_plans(crosses)
     for layer, granularity in _weights(module, settings[-1]):
         layer.keep_chain_weight(key, granularity)
     prepare_chains()

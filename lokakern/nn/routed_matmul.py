@@ -201,12 +201,17 @@ def is_known(*sizes: int) -> bool:
     """Whether all sizes are constants for the compiler, if one traces."""
     if not is_compiling():
         return True
-    from torch.fx.experimental.symbolic_shapes import has_static_value  # imports Triton
-
     for size in sizes:  # noqa: SIM110  # `all` is one more guard of each compiled call
-        if not has_static_value(size):
+        if not is_constant(size):
             return False
     return True
+
+
+def is_constant(size: int) -> bool:
+    """Whether a size is a constant for the compiler that traces."""
+    from torch.fx.experimental.symbolic_shapes import has_static_value  # imports Triton
+
+    return has_static_value(size)
 
 
 def find_activator(activating: str, route: str, m: int, k: int) -> str:

@@ -36,6 +36,7 @@ from lokakern.nn.chain_call import (
     layers_at,
     prepare_chains,
     rows_in,
+    static_rows,
     words_of_plan,
 )
 from lokakern.nn.chain_plan import read_plan
@@ -74,6 +75,11 @@ class Handoff(NamedTuple):
     chains: tuple[str, ...] = ()
 
 
+_ROWWISE = frozenset((
+    Linear, LinearNormAct, BlockRMSNorm, *_BOUNDED, nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.GELU,
+    nn.Sigmoid, nn.Tanh, nn.Dropout, nn.BatchNorm1d,
+))  # fmt: skip
+_KEEPS_ROWS = "\2"
 _DERIVED = ("_chain_recipes", "_by_rows")
 _MOST_ROWS = 16
 
@@ -110,8 +116,10 @@ class BoundedSequential(nn.Sequential):
                 if y is not None:
                     return y  # type: ignore[no-any-return]
             return self._run(input)
+        if _is_idle(self._known, static_rows(input)):
+            return super().forward(input)  # type: ignore[no-any-return, no-untyped-call]
         modules = list(self._modules.values())
-        words = [word.split("\0") for word in self._known.split("\1")]
+        words = [word.split("\0") for word in self._known.rstrip(_KEEPS_ROWS).split("\1")]
         if [word[0] for word in words] != [_kind(module) for module in modules]:
             return super().forward(input)  # type: ignore[no-any-return, no-untyped-call]
         scales, activating = tuple(w[1] for w in words), tuple(w[2] for w in words)
@@ -227,8 +235,8 @@ class BoundedSequential(nn.Sequential):
         self._handoffs = tuple(
             h if h.chains else h._replace(chains=("",) * len(h.modules)) for h in self._handoffs
         )
-        if any(any(handoff.chains) for handoff in self._handoffs):
-            prepare_chains()
+        if any(map(any, (x for handoff in self._handoffs for x in handoff[2:]))):
+            prepare_chains(_is_idle)
         _write_known(self)
 
 
@@ -242,6 +250,18 @@ def _states_at(
         is_idle = not scale and m >= 0 and not kernel_at(route, m) and is_idle_at(plan, m)
         found.append((1 if is_idle else 2) if scale or route or plan else 0)
     return tuple(found)
+
+
+def _is_idle(known: str, m: int) -> bool:
+    """Whether nothing of ``_known`` holds at m, -1 if unknown, and its modules keep the rows.
+
+    A constant for compilers, see `lokakern.nn.chain_call.has_no_launch`.
+    """
+    if m < 0 or not known.endswith(_KEEPS_ROWS):
+        return False
+    words = (word.split("\0") for word in known.removesuffix(_KEEPS_ROWS).split("\1"))
+    _, scales, activating, chains = zip(*words, strict=True)
+    return max(_states_at(scales, activating, chains, m)) < 2
 
 
 def _drops_scale(module: Linear, m: int) -> bool:
@@ -287,6 +307,8 @@ def _write_known(sequence: nn.Sequential) -> None:
     _, *columns = sequence._handoffs[-1] if sequence.is_as_known else Handoff()
     rows = ((_kind(module), *rest) for module, *rest in zip(*columns, strict=True))
     sequence._known = "\1".join(map("\0".join, rows))
+    if sequence._known and all(type(module) in _ROWWISE for module in sequence):
+        sequence._known += _KEEPS_ROWS
     for name in _DERIVED:
         vars(sequence).pop(name, None)
 
@@ -393,8 +415,8 @@ def set_handoff(
     sequence._handoffs = (*_others(sequence, key), handoff)  # type: ignore[assignment]
     for layer, granularity in _chain_weights(handoff):
         layer.keep_chain_weight(key, granularity)
-    if any(chains):
-        prepare_chains()
+    if any(map(any, handoff[2:])):
+        prepare_chains(_is_idle)
     if type(sequence) is nn.Sequential:
         sequence.__class__ = BoundedSequential  # last, for concurrent calls
     _write_known(sequence)
