@@ -28,6 +28,7 @@ import torch
 from lokakern.device import current_device
 from lokakern.registry import digests
 from lokakern.registry.locks import Lock
+from lokakern.triton_interpreter import is_interpreted, make_exact
 from lokakern.types import Device
 
 _log = logging.getLogger(__name__)
@@ -155,6 +156,8 @@ def named(name: str) -> Library:
 
 def import_modules(library: Library) -> None:
     """Import what its kernels need; nothing where it is not installed."""
+    if is_interpreted():
+        make_exact()
     for module in library.here[0].modules if library.here is not None else ():
         importlib.import_module(module)
 
@@ -176,7 +179,10 @@ def why_not_tried(library: Library, device: Device, kernel: str = "") -> str | N
     """What a trial says against a library that is here, or against a kernel of it, or None."""
     trial = trial_of(library, device)
     if trial is None:
-        return f"{library.name} was never tried here: {TRY}"
+        since = (
+            "changed since it was tried" if is_changed(library, device) else "was never tried here"
+        )
+        return f"{library.name} {since}: {TRY}"
     return trial.why or trial.kernels.get(kernel) or None
 
 
@@ -314,6 +320,16 @@ def trial_of(library: Library, device: Device) -> Trial | None:
     return _unkept.get(key) or _trials(path, _changed(path)).get(key)
 
 
+def is_changed(library: Library, device: Device) -> bool:
+    """Whether it was tried here in another version or state only."""
+    path = trials_file()
+    known = _trials(path, _changed(path)).keys() | _unkept.keys()
+    begin, end = f"{library.name} | ", f" | {_here(device)}"
+    return _key(library, device) not in known and any(
+        key.startswith(begin) and key.endswith(end) for key in known
+    )
+
+
 def keep_trial(library: Library, device: Device, trial: Trial) -> None:
     """Write down how a trial ended, in the place of the one before."""
     path, key = trials_file(), _key(library, device)
@@ -338,9 +354,14 @@ def keep_trial(library: Library, device: Device, trial: Trial) -> None:
 
 
 def _key(library: Library, device: Device) -> str:
-    words = (library.name, *library.words, library.state[:16], f"torch {torch.__version__}",
-             f"Python {platform.python_version()}", device.product, device.partition)  # fmt: skip
-    return " | ".join(words)
+    return " | ".join((library.name, *library.words, library.state[:16], _here(device)))
+
+
+def _here(device: Device) -> str:
+    """What a trial holds for besides the state of the library."""
+    words = [f"torch {torch.__version__}", f"Python {platform.python_version()}",
+             device.product, device.partition]  # fmt: skip
+    return " | ".join([*words, "interpreted"] if is_interpreted() else words)
 
 
 def _changed(path: Path) -> int:

@@ -68,6 +68,30 @@ QuantizedAs = Callable[[str, Tensor], QuantizedTensor]
 LENT_ALIGNMENT = 16  # bytes; libraries read vectors, and not all of them look where these begin
 
 
+# digest: off  of kernels outside lokakern
+# Ops whose kernels read or write scales: one that declares none is a mistake.
+SCALED_OPS = frozenset({"quantize", "quantize_transpose", "dequantize", "scaled_gemm"})
+
+
+def _why_not_declared(kernel: Kernel, problem: Problem) -> str | None:
+    """Why the scales of a problem are not those that a kernel declares, or None."""
+    found: list[tuple[str, Granularity, Granularity]] = []
+    if problem.op in ("quantize", "quantize_transpose"):
+        found.append(("the output", problem.out_granularity, kernel.granularity))
+    if problem.op in ("dequantize", "scaled_gemm"):
+        found.append(("a", problem.a.granularity, kernel.granularity))
+    if problem.b is not None and (
+        problem.op == "scaled_gemm" or (kernel.quantizes and problem.prepared)
+    ):
+        found.append(("b", problem.b.granularity, kernel.b_granularity))
+    return next(
+        (f"{name} has {have.value} scales; it declares {declared.value}"
+         for name, have, declared in found if have is not declared),
+        None,
+    )  # fmt: skip
+
+
+# digest: on
 def _why_not_lent(problem: Problem) -> str | None:
     """Why operands of a problem are not given to a library, or None."""
     operands = [problem.a, problem.b] if problem.b is not None else [problem.a]
@@ -236,6 +260,12 @@ class Kernel:
             reason = _why_not_lent(problem)
             if reason is not None and not libraries.named(self.library).is_plugin:
                 return Rejected(reason)
+        # digest: off
+        if any(module.startswith("python:") for module in self.modules):
+            reason = _why_not_declared(self, problem)
+            if reason is not None:
+                return Rejected(reason)
+        # digest: on
         try:
             return self.supports_problem(problem, device)
         except Exception as error:
@@ -332,12 +362,18 @@ def register(
 
     Raises:
         UnknownNameError: There is no such op.
-        ValueError: The name is taken, or what should be a set of names is none.
+        ValueError: The name is taken, what should be a set of names is none, or an op with scales
+            gets no granularity.
     """
     op_named(op)
     for what, names in (("architectures", architectures), ("epilogues", epilogues)):
         if not isinstance(names, set | frozenset) or not all(isinstance(x, str) for x in names):
             raise ValueError(f"{what} is {names!r}; expected a set of names")
+    # digest: off
+    if op in SCALED_OPS and granularity is Granularity.NONE:
+        known = ", ".join(f"Granularity.{x.name}" for x in Granularity if x is not granularity)
+        raise ValueError(f"{op} has scales, and granularity is NONE; expected one of {known}")
+    # digest: on
 
     def enter(launch: Launcher) -> Launcher:
         function = launch.func if isinstance(launch, functools.partial) else launch

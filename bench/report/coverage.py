@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+from lokakern.device import current_device
 from lokakern.problems import accuracy_problem
 from lokakern.progress import tell
 from lokakern.registry.libraries import named
@@ -176,11 +177,15 @@ class Holdings:
         return rows.holding(part, "times", len(problems), map(self._lack, problems))
 
     def _registered(self, op: str) -> list[Kernel]:
-        """Kernels of an op whose libraries are available."""
+        """Kernels of an op whose libraries are available; a plugin is tried on the device here."""
+        here = self._device == current_device()
         return [
             kernel
             for kernel in kernels_for(op, self._device)
-            if not any(named(library).why_not_here() for library in kernel.libraries)
+            if not any(
+                named(library).why_not_here() or (named(library).is_plugin and not here)
+                for library in kernel.libraries
+            )
         ]
 
     def _lack(self, problem: Problem) -> Lack | None:

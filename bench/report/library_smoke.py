@@ -1,8 +1,9 @@
 """Smoke tests of installed libraries and plugins, each in its own processes.
 
 A process imports the library, then times each of its kernels on a small supported problem and
-checks the result, as a sweep does. It announces each step: if it dies or hangs, its last message
-names the kernel, and another process continues with the remaining kernels.
+checks the result, as a sweep does; those of a plugin also on one with a bias and sizes that fill no
+tile. It announces each step: if it dies or hangs, its last message names the kernel, and another
+process continues with the remaining kernels.
 """
 
 from __future__ import annotations
@@ -20,21 +21,26 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
+from lokakern.build.empty_operands import named_operands
 from lokakern.device import current_device
 from lokakern.registry import libraries, register
 from lokakern.registry.libraries import LIBRARIES, LONGEST_WHY, Library, Trial
 from lokakern.registry.register import KERNELS, Kernel
-from lokakern.types import Device, Format, Granularity, Rejected
+from lokakern.triton_interpreter import is_interpreted
+from lokakern.types import Device, Format, Granularity, Problem, Rejected
 
 # Longest silence, in seconds: a library may compile its kernels at the first launch.
 PATIENCE_S = 300.0
 POLL_S = 0.2
 MOST_PROCESSES = 16  # crashed processes per library
 LONGEST_WORD = 8192  # bytes
+UNTRIED = ("untried", "changed, untried")
 RIGHT, IDLE = "right", "idle"  # outcomes of a kernel; all others are faults
 # A kernel runs the first supported one: one tile of most kernels, a usual layer, long sums.
 SHAPES = ((256, 256, 256), (64, 64, 128), (2048, 512, 512), (128, 128, 8192))
+TAILS = (67, 90, 200)  # of plugins: whoever writes one has no other test
 BACKWARD = (2048, 512, 256)  # for gradients and batches, if a kernel supports none of those
+NO_GPU = "0 active drivers"  # says Triton without one
 EPILOGUES = ("bias+layer+affine", "block_rms(64)+hardswish")
 NORMS = ("layer+affine", "rms+affine")  # rowwise norms with bfloat16 output
 
@@ -49,15 +55,19 @@ def known() -> list[Library]:
 def state_of(library: Library, device: Device) -> tuple[str, str]:
     """The state of a library on a device, and why.
 
-    States are "not installed", "unsuitable" (unsupported version), "untried", "broken", "partly"
-    (some kernels are broken), and "usable".
+    States are "not installed", "unsuitable" (unsupported version), "untried", "changed, untried"
+    (tried in another version or state), "broken", "partly" (some kernels are broken), and "usable".
     """
     absent = library.why_not_here()
     trial = libraries.trial_of(library, device) if absent is None else None
     if absent is not None or trial is None:
-        why = absent or f"installed, and never tried on {device}"
+        changed = absent is None and libraries.is_changed(library, device)
+        tried = "changed since it was" if changed else "installed, and never"
+        why = absent or f"{tried} tried on {device}"
         never = f"; written, never run: {library.never_run}" if library.never_run else ""
-        state = "untried" if absent is None else "unsuitable" if library.here else "not installed"
+        state = "unsuitable" if library.here else "not installed"
+        if absent is None:
+            state = UNTRIED[changed]
         return state, why + never
     if trial.why:
         return "broken", trial.why
@@ -73,12 +83,12 @@ def state_of(library: Library, device: Device) -> tuple[str, str]:
 
 def untried(device: Device) -> list[Library]:
     """Installed libraries of a supported version without a stored trial."""
-    return [library for library in known() if state_of(library, device)[0] == "untried"]
+    return [library for library in known() if state_of(library, device)[0] in UNTRIED]
 
 
 def doubtful(device: Device) -> list[Library]:
     """Untried libraries, and those with faults in their last trial."""
-    states = ("untried", "broken", "partly")
+    states = (*UNTRIED, "broken", "partly")
     return [library for library in known() if state_of(library, device)[0] in states]
 
 
@@ -93,8 +103,11 @@ def try_all(
         patience_s: Longest silence of a process, in seconds.
     """
     for library in wanted:
-        say(f"trying {library.name}: it is imported, and each kernel launched, in another process")
-        libraries.keep_trial(library, current_device(), _try(library, patience_s))
+        device = current_device()
+        again = " again (it changed)" if libraries.is_changed(library, device) else ""
+        say(f"trying {library.name}{again}: it is imported, and each kernel launched, in another "
+            "process")  # fmt: skip
+        libraries.keep_trial(library, device, _try(library, patience_s))
     if wanted:
         register.load_tried()
 
@@ -255,7 +268,7 @@ def _outcome_of(kernel: Kernel) -> str:
     from lokakern.problems import make_problem
     from lokakern.registry.register import fp8_format
     from lokakern.selection.dispatcher import default_regime
-    from lokakern.workloads.gemm_cases import Case, fused_case, shape_cases
+    from lokakern.workloads.gemm_cases import LEFT_SCALES, Case, fused_case, shape_cases
     from lokakern.workloads.gemm_gradient_cases import (
         grad_input_cases,
         grad_weight_case,
@@ -276,12 +289,30 @@ def _outcome_of(kernel: Kernel) -> str:
             "norm_quantize", (2048, 512), epilogue=norm, out_format=Format.BFLOAT16
         )
         cases.append(Case(problem, "X1"))
-    for case in cases:
-        try:
-            if isinstance(kernel.supports(case.problem, device), Rejected):
-                continue
-        except Exception as error:
-            return f"cannot say what it supports: {_first_line(error)}"
-        (record,) = time_case(case, [kernel], device, default_regime(device))
-        return RIGHT if record.status == "ok" else f"{record.status}: {record.reason}"
-    return IDLE
+    tails: list[Case] = []
+    if libraries.named(kernel.library).is_plugin:
+        for granularity in LEFT_SCALES:
+            tails.append(fused_case(*TAILS, granularity, "X1", fp8, "bias"))
+        tails += shape_cases([TAILS, (TAILS[0], TAILS[2])], fp8)
+    outcome = IDLE
+    for some in (cases, tails):
+        for case in some:
+            try:
+                if isinstance(kernel.supports(case.problem, device), Rejected):
+                    continue
+            except Exception as error:
+                return f"cannot say what it supports: {_first_line(error)}"
+            (record,) = time_case(case, [kernel], device, default_regime(device))
+            if record.status != "ok":
+                return _fault(record.status, record.reason, case.problem)
+            outcome = RIGHT
+            break
+    return outcome
+
+
+def _fault(status: str, reason: str, problem: Problem) -> str:
+    """What went wrong, at which problem, with the shapes of all operands and scales."""
+    if NO_GPU in reason and not is_interpreted():
+        reason = "Triton finds no GPU: set TRITON_INTERPRET=1 to run its kernels on a CPU"
+    shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in named_operands(problem).items())
+    return f"{status}: {reason[: LONGEST_WHY // 2]} at {problem}: {shapes}"

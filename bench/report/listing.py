@@ -12,6 +12,7 @@ from lokakern import native
 from lokakern.bench.report import library_smoke
 from lokakern.bench.report.coverage import Holdings, totals
 from lokakern.device import current_device, current_environment
+from lokakern.registry import libraries
 from lokakern.registry.coverage import coverage_of
 from lokakern.registry.register import KERNELS, load_kernels
 from lokakern.registry.snapshot.snapshot import Snapshot, without_garbage_collection
@@ -81,14 +82,20 @@ def _kernels() -> list[Row]:
         for (name, state, why), architectures in alike.items()
     ]
     for module, why in unavailable.items():
+        plugin = libraries.plugins().get(module.removeprefix("plugin "))
+        state, why = "unavailable", f"cannot be imported here: {why}"
+        if plugin is not None:
+            now, reason = library_smoke.state_of(plugin, current_device())
+            if now in library_smoke.UNTRIED:
+                state, why = now, f"{reason}: {libraries.TRY}"
         unknown = dict.fromkeys(("op", "scales", "accumulation"), "-")
         rows.append(
             {
                 "kernel": f"({module})",
                 **unknown,
-                "state": "unavailable",
+                "state": state,
                 "architectures": "-",
-                "why": f"cannot be imported here: {why}",
+                "why": why,
             }
         )
     return rows

@@ -34,6 +34,41 @@ from lokakern.types import (
     norm_form,
 )
 
+# Arguments of a launcher before its workspace and epilogue; docs/kernels.md says what they are.
+OPERANDS = {
+    "quantize": ("x", "data", "scale"),
+    "quantize_transpose": ("x", "data", "scale", "data_t", "scale_t", "sums"),
+    "dequantize": ("data", "scale", "out"),
+    "scaled_gemm": ("a", "a_scale", "b", "b_scale", "out", "bias"),
+    "gemm": ("a", "b", "out", "bias"),
+    "gemm_norm": ("a", "b", "out"),
+    "norm_quantize": ("x", "out"),
+    "norm_backward": ("dd", "y", "outputs"),
+}
+
+
+def named_operands(problem: Problem) -> dict[str, Tensor]:
+    """Tensors of a launch by name, without memory; parts of quantized ones as ``b.scale``."""
+    given = empty_operands(problem, torch.device("meta"))
+    found: dict[str, Tensor] = {}
+    for name, operand in zip(OPERANDS[problem.op], given, strict=True):
+        found |= _tensors_of(name, operand)
+    return found
+
+
+def _tensors_of(name: str, operand: Any) -> dict[str, Tensor]:
+    if isinstance(operand, Tensor):
+        return {name: operand}
+    if isinstance(operand, QuantizedTensor):
+        parts = {"data": operand.data, "scale": operand.scale, "source": operand.source}
+    else:
+        parts = {} if operand is None else operand._asdict()  # of `NormGradients`
+    return {
+        inner: tensor
+        for part, value in parts.items()
+        for inner, tensor in _tensors_of(f"{name}.{part}", value).items()
+    }
+
 
 def launch_arguments(
     kernel: Kernel, operands: tuple[Any, ...], epilogue: tuple[Any, ...]

@@ -14,14 +14,13 @@ from collections.abc import Callable, Iterator
 os.environ["TRITON_INTERPRET"] = "1"
 
 import interpret_norm
-import numpy as np
 import torch
 from torch import Tensor
-from triton.runtime import interpreter
 
 from lokakern import numerics
 from lokakern.registry import ops
 from lokakern.registry.register import Kernel, kernel_named
+from lokakern.triton_interpreter import make_exact
 from lokakern.types import Format, Granularity, empty_data
 
 FP8 = (Format.E4M3FN, Format.E5M2, Format.E4M3FNUZ, Format.E5M2FNUZ)
@@ -43,56 +42,6 @@ def quantizer_cases() -> list[tuple[Format, torch.dtype, tuple[int, int]]]:
     every = list(itertools.product(FP8, DTYPES))
     few = [(*kind, size) for kind, size in zip(itertools.cycle(every), OTHERS, strict=False)]
     return [*itertools.product(FP8, DTYPES, SIZES), *few]
-
-
-def make_interpreter_exact() -> None:
-    """Replace what the interpreter does differently from the GPUs.
-
-    Up to Triton 3.9 its conversions round halves up or truncate and know no FP8 NaN, and up to 3.7
-    its fused multiply-add rounds twice and it has no fnuz types.
-    """
-    torch_dtypes = {
-        "fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2,
-        "fp8e4b8": torch.float8_e4m3fnuz, "fp8e5b16": torch.float8_e5m2fnuz,
-        "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
-    }  # fmt: skip
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-
-    def convert(data: np.ndarray, source: object, target: object, _rounding: object) -> np.ndarray:
-        have, want = torch_dtypes[str(source)], torch_dtypes[str(target)]
-        raw = np.array(data, order="C")  # a copy: broadcast views have no bytes of their own
-        raw = raw.view(np.dtype(f"{'u' if have.itemsize == 1 else ''}int{8 * have.itemsize}"))
-        wide = torch.from_numpy(raw).view(have)
-        if want.itemsize == 1:  # a NaN loses its sign, as in PTX's cvt
-            wide = torch.where(torch.isnan(wide), torch.full_like(wide, torch.nan), wide)
-        result = wide.to(want)
-        return result.view(bits[want.itemsize]).numpy().view(f"u{want.itemsize}")
-
-    def fused(_self: object, x: object, y: object, z: object) -> object:
-        product = x.data.astype(np.float64) * y.data.astype(np.float64)  # exact: 24 + 24 bits
-        result = (product + z.data.astype(np.float64)).astype(z.data.dtype)
-        return interpreter.TensorHandle(result, z.dtype.scalar)
-
-    def dot(
-        _self: object, a: object, b: object, d: object, _precision: object, _promote: object
-    ) -> object:
-        left = convert(a.data, a.dtype, "fp32", None).view(np.float32)
-        right = convert(b.data, b.dtype, "fp32", None).view(np.float32)
-        return interpreter.TensorHandle(left @ right + d.data, d.dtype.scalar)
-
-    patch_core = interpreter._patch_lang_core
-
-    def patch_core_with_fnuz(language: object, *scope: object) -> None:
-        patch_core(language, *scope)
-        known = language.dtype.to_ir
-        language.dtype.to_ir = lambda self, builder: (
-            self if self.name in ("fp8e4b8", "fp8e5b16") else known(self, builder)
-        )
-
-    interpreter._patch_lang_core = patch_core_with_fnuz
-    interpreter._convert_float = convert
-    interpreter.InterpreterBuilder.create_fma = fused
-    interpreter.InterpreterBuilder.create_dot = dot
 
 
 def hard_values(rows: int, columns: int, dtype: torch.dtype, form: Format, seed: int) -> Tensor:
@@ -225,7 +174,7 @@ CHECKS: dict[str, Callable[[Kernel], Iterator[str]]] = {
 
 
 def main(names: list[str]) -> int:
-    make_interpreter_exact()
+    make_exact()
     found = 0
     for name in names:
         kernel = kernel_named(name)
