@@ -28,6 +28,7 @@ SHIPPED = {
     ".css",
     ".js",
     ".json",
+    ".template",
 }
 SHAPE = (8192, 2048, 2048)
 

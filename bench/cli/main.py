@@ -20,6 +20,7 @@ from lokakern.bench.cli.explore import explore
 from lokakern.bench.cli.fit import fit
 from lokakern.bench.cli.host import host
 from lokakern.bench.cli.model import model
+from lokakern.bench.cli.new_kernel import new_kernel
 from lokakern.bench.cli.options import EXIT_CODES, OutputFormat, reading, say, says_errors
 from lokakern.bench.cli.report import report
 from lokakern.bench.cli.sweep import sweep
@@ -112,6 +113,7 @@ for name, command in {
     "tune": tune,
     "compare": compare, "report": report, "export": export, "import": import_, "verify": verify,
     "merge": merge, "diff": diff, "explore": explore, "list": list_,
+    "new-kernel": new_kernel,
 }.items():  # fmt: skip
     app.command(name, epilog=examples_of(name))(command)
 

@@ -1,0 +1,1 @@
+"""Templates of kernels in a package of the user's own."""
