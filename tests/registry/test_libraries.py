@@ -129,6 +129,9 @@ def test_a_plugin_is_tried_then_measured_then_chosen(tmp_path: Path) -> None:
     before = run("-c", program).stdout.splitlines()
     assert before[0].startswith("example was never tried here: python -m lokakern.bench list")
     assert before[1:] == ["64.0"]
+    (row,) = (row for row in json.loads(run(*LIST[:-2], "kernels", "--json").stdout)
+              if row["kernel"] == "(plugin example)")  # fmt: skip
+    assert row["state"] == "untried" and row["why"].endswith(libraries.TRY)
     listed = libraries_listed(run)["example"]
     assert (listed["state"], listed["version"], listed["kind"]) == ("usable", "1.2.0", "plugin")
     assert (listed["package"], listed["kernels"], listed["won"]) == ("lokakern-example", 1, 0)
@@ -161,6 +164,8 @@ def test_broken_plugins_are_named_and_stop_nothing(tmp_path: Path) -> None:
     assert found["works"]["state"] == "usable"
     assert found["hyphen-name"]["state"] == "broken"
     assert all("second" not in found[name]["why"] for name in FAULTY)  # it is right
+    at = "at gemm m=256 n=256 k=256 a=bfloat16 b=bfloat16 out=bfloat16: a [256, 256], b [256, 256]"
+    assert at in found["is_wrong"]["why"]
     swept = run(*SWEEP, "--kernel", "multiply")
     assert "trying" not in swept.stderr  # what was tried is not tried again
     rows = json.loads(swept.stdout)
@@ -276,6 +281,38 @@ def test_another_version_is_tried_again(library: Library, monkeypatch: pytest.Mo
     assert libraries.trial_of(library, here) is None
     libraries.keep_trial(library, here, Trial("broken since"))
     monkeypatch.undo()
+
+
+def test_what_changed_since_its_trial_is_called_so(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel, here = kernel_of(library), current_device()
+    libraries.keep_trial(library, here, Trial())
+    assert not libraries.is_changed(library, here)
+    monkeypatch.setattr(libraries, "_state_of", lambda _library: "another")
+    assert libraries.is_changed(library, here)
+    assert reason(kernel, here) == f"some changed since it was tried: {libraries.TRY}"
+    state, why = library_smoke.state_of(library, here)
+    assert (state, why.partition(";")[0]) == (
+        "changed, untried", f"changed since it was tried on {here}"
+    )  # fmt: skip
+    monkeypatch.setattr(library_smoke, "known", lambda: [library])
+    assert library_smoke.untried(here) == library_smoke.doubtful(here) == [library]
+    libraries.keep_trial(library, here, Trial())
+    assert not libraries.is_changed(library, here) and reason(kernel, here) is None
+    assert not libraries.is_changed(library, H200)  # where it was never tried
+
+
+def test_a_trial_in_the_interpreter_holds_only_there(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = current_device()
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    libraries.keep_trial(library, here, Trial())
+    assert libraries.trial_of(library, here) == Trial()
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert libraries.trial_of(library, here) is None
+    assert library_smoke.state_of(library, here)[0] == "untried"  # not "changed"
 
 
 def test_absent_and_unsuitable_libraries_are_reported() -> None:
@@ -420,6 +457,39 @@ def test_a_miss_never_selects_a_kernel_of_a_library(
         dispatcher.use_snapshot(None)
     assert isinstance(kernel.supports(choice.problem, current_device()), Accepted)
     assert choice.kernel == "torch.emulated_row"
+
+
+def test_a_plugin_lowers_no_coverage_elsewhere_nor_where_its_trial_failed(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Coverage on an H200 counted kernels of plugins that nobody tried there as missing."""
+    from lokakern.bench.report.coverage import Holdings, _Rows
+    from lokakern.registry.snapshot.loading import load_snapshot
+
+    kernel = kernel_of(library)
+    monkeypatch.setitem(KERNELS, kernel.name, kernel)
+    here, facts = current_device(), load_snapshot([])
+    problem = make_problem("gemm", (16, 64, 64))
+
+    def missing(device: Device) -> int:
+        held = Holdings(facts, device)
+        held._rows[problem], held._staleness.times[problem] = _Rows(), {}  # of other kernels
+        lack = held._lack(problem)
+        assert lack is not None
+        return lack[0]
+
+    def added(device: Device) -> int:
+        with_it = missing(device)
+        monkeypatch.delitem(KERNELS, kernel.name)
+        without = missing(device)
+        monkeypatch.setitem(KERNELS, kernel.name, kernel)
+        return with_it - without
+
+    assert added(here) == 0  # untried
+    libraries.keep_trial(library, here, Trial("", {kernel.name: "wrong: 9 > 1"}))
+    assert added(here) == 0
+    libraries.keep_trial(library, here, Trial())
+    assert (added(here), added(H200)) == (1, 0)
 
 
 def test_wins_are_of_medians_against_others() -> None:

@@ -603,3 +603,69 @@ def test_without_triton_and_cupy_the_rest_works() -> None:
     assert "torch.quantize_row+torch.emulated_row" in names
     assert not [name for name in names if "triton" in name]
     assert shape == [4, 8]
+
+
+# --- scales that a kernel of another package declares
+
+
+def outside(**fields: Any) -> Kernel:
+    return kernel(modules=("python:acme",), **fields)
+
+
+@pytest.mark.parametrize("op", ["quantize", "quantize_transpose", "dequantize", "scaled_gemm"])
+def test_an_op_with_scales_needs_a_granularity(op: str, registered: dict[str, Kernel]) -> None:
+    with pytest.raises(ValueError, match=f"{op} has scales, and granularity is NONE; .*ROW"):
+        register(op)(launch)
+    register(op, granularity=Granularity.ROW)(launch)
+
+
+TENSOR, ROW, GROUP, BLOCK = (
+    Granularity.TENSOR, Granularity.ROW, Granularity.GROUP, Granularity.BLOCK
+)  # fmt: skip
+QUANTIZED = {x: Operand(Format.E4M3FN, x, Layout.COLUMN) for x in (TENSOR, ROW, GROUP, BLOCK)}
+
+
+@pytest.mark.parametrize(
+    ("op", "declared", "fields", "reason"),
+    [
+        ("scaled_gemm", (ROW, ROW), {"a": ROW}, None),
+        ("scaled_gemm", (ROW, ROW), {"a": TENSOR}, "a has tensor scales; it declares row"),
+        ("scaled_gemm", (GROUP, BLOCK), {"a": GROUP}, None),
+        ("scaled_gemm", (GROUP, GROUP), {"a": GROUP}, "b has 128x128 scales; it declares 1x128"),
+        ("dequantize", (ROW, ROW), {"a": GROUP}, "a has 1x128 scales; it declares row"),
+        ("quantize", (ROW, ROW), {}, None),
+        ("quantize", (TENSOR, TENSOR), {}, "the output has row scales; it declares tensor"),
+        ("quantize_transpose", (TENSOR, TENSOR), {},
+         "the output has row scales; it declares tensor"),
+        ("gemm", (ROW, ROW), {}, None),
+        ("gemm", (ROW, ROW), {"b": ROW}, None),
+        ("gemm", (ROW, ROW), {"b": BLOCK}, "b has 128x128 scales; it declares row"),
+        ("gemm", (Granularity.NONE, Granularity.NONE), {"b": BLOCK}, None),  # it reads the source
+    ],
+)  # fmt: skip
+def test_kernels_of_others_get_only_the_scales_that_they_declare(
+    op: str, declared: tuple[Granularity, Granularity], fields: dict[str, Any], reason: str | None
+) -> None:
+    given: dict[str, Any] = {}
+    if "a" in fields:
+        given["a"] = Operand(Format.E4M3FN, fields["a"])
+    if "b" in fields:
+        given |= {"b": QUANTIZED[fields["b"]], "prepared": True}
+    shape = (64, 256, 512) if "gemm" in op else (64, 512)
+    problem = make_problem(op, shape, **given)
+    found = outside(op=op, granularity=declared[0], b_granularity=declared[1])
+    assert found.refusal(problem, CPU) == reason
+
+
+def test_what_kernels_of_others_may_not_get_no_kernel_of_lokakern_takes() -> None:
+    """The rule is that of lokakern's own kernels: it rejects nothing that they accept."""
+    from lokakern.workloads.suites import SUITES
+
+    accepted = 0
+    for suite in SUITES.values():
+        for case in list(suite.cases(H200))[::7]:
+            for own in kernels_for(case.problem.op, H200):
+                if not isinstance(own.supports(case.problem, H200), Rejected):
+                    accepted += 1
+                    assert registry._why_not_declared(own, case.problem) is None, own
+    assert accepted

@@ -43,7 +43,28 @@ USE = """if True:
     KERNELS["other_kernels.quantize_row"].launch(x, data, scale, ())
     print(torch.equal(data.view(torch.uint8), a.data.view(torch.uint8)))
 """
+# Compiles both kernels for a GPU that need not be here.
+COMPILE = """if True:
+    import acme_kernels, other_kernels
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
 
+    def compile(function, pointers, **constants):
+        signature = dict.fromkeys(function.arg_names, "i32") | pointers
+        signature |= dict.fromkeys(constants, "constexpr")
+        source = ASTSource(function, signature, constants)
+        return triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+
+    data = {"a": "*fp8e4nv", "b": "*fp8e4nv", "out": "*bf16", "bias": "*bf16"}
+    scales = {"a_scale": "*fp32", "b_scale": "*fp32"}
+    sizes = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 128}
+    text = compile(acme_kernels.scaled_gemm_row_kernel, data | scales, HAS_BIAS=True, **sizes)
+    print("wgmma" in text and "e4m3" in text)
+    pointers = {"x": "*bf16", "data": "*fp8e4nv", "scale": "*fp32"}
+    text = compile(other_kernels.quantize_row_kernel, pointers, MAX=448.0, COLUMNS=512)
+    print("div.rn" in text and "satfinite.e4m3" in text)
+"""
 
 Run = Callable[..., str]
 
@@ -82,6 +103,7 @@ def test_written_packages_pass_their_trial_on_a_cpu_as_they_are(run: Run, tmp_pa
         assert found[name]["why"] == "tried: it imports, and 1 of its kernels were right"
         assert (found[name]["state"], found[name]["kernels"]) == ("usable", 1)
     assert run("-c", USE).split() == ["True", "True"]
+    assert run("-W", "ignore", "-c", COMPILE, interpret="0").split() == ["True", "True"]
     # A trial in the interpreter does not hold where Triton compiles.
     assert listed(run, "kernels", "kernel", interpret="0")["(plugin acme)"]["state"] == "untried"
 
