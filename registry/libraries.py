@@ -125,12 +125,14 @@ class Trial:
     Attributes:
         why: What is wrong with the library; empty where it works.
         kernels: What is wrong with kernels of it, by name, where it works but for them.
-        right: How many of its kernels were launched and right; others took none of the problems.
+        right: How many of its kernels were launched and right.
+        idle: Why the others took none of the problems, by name.
     """
 
     why: str = ""
     kernels: Mapping[str, str] = field(default_factory=dict)
     right: int = 0
+    idle: Mapping[str, str] = field(default_factory=dict)
 
 
 LIBRARIES: dict[str, Library] = {}  # of adapters
@@ -340,7 +342,8 @@ def keep_trial(library: Library, device: Device, trial: Trial) -> None:
             raise TimeoutError(f"its lock was held for {LOCK_TIMEOUT_S:.0f} s")
         entries = _read(path)
         entries[key] = {
-            "why": trial.why, "kernels": dict(trial.kernels), "right": trial.right
+            "why": trial.why, "kernels": dict(trial.kernels), "right": trial.right,
+            "idle": dict(trial.idle),
         }  # fmt: skip
         unfinished = path.with_suffix(".unfinished")
         unfinished.write_text(json.dumps({"version": 1, "trials": entries}, indent=1))
@@ -393,12 +396,12 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _is_entry(entry: Any) -> bool:
-    if not isinstance(entry, dict) or set(entry) != {"why", "kernels", "right"}:
-        return False
-    kernels, right = entry["kernels"], entry["right"]
-    if not isinstance(kernels, dict) or type(right) is not int:
+    if not isinstance(entry, dict) or set(entry) | {"idle"} != {"why", "kernels", "right", "idle"}:
+        return False  # before idle kernels were named there was no such key
+    kernels, idle, right = entry["kernels"], entry.get("idle", {}), entry["right"]
+    if not isinstance(kernels, dict) or not isinstance(idle, dict) or type(right) is not int:
         return False
     return all(
         isinstance(word, str) and len(word) <= LONGEST_WHY
-        for word in (entry["why"], *kernels, *kernels.values())
+        for word in (entry["why"], *kernels, *kernels.values(), *idle, *idle.values())
     )

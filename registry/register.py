@@ -362,14 +362,16 @@ def register(
 
     Raises:
         UnknownNameError: There is no such op.
-        ValueError: The name is taken, what should be a set of names is none, or an op with scales
-            gets no granularity.
+        ValueError: The name is taken, what should be a set of names is none, or a granularity is
+            unknown, or missing for an op with scales.
     """
     op_named(op)
     for what, names in (("architectures", architectures), ("epilogues", epilogues)):
         if not isinstance(names, set | frozenset) or not all(isinstance(x, str) for x in names):
             raise ValueError(f"{what} is {names!r}; expected a set of names")
     # digest: off
+    granularity = Granularity(granularity)  # of its text, too
+    b_granularity = None if b_granularity is None else Granularity(b_granularity)
     if op in SCALED_OPS and granularity is Granularity.NONE:
         known = ", ".join(f"Granularity.{x.name}" for x in Granularity if x is not granularity)
         raise ValueError(f"{op} has scales, and granularity is NONE; expected one of {known}")

@@ -27,7 +27,7 @@ from lokakern.registry import libraries, register
 from lokakern.registry.libraries import LIBRARIES, LONGEST_WHY, Library, Trial
 from lokakern.registry.register import KERNELS, Kernel
 from lokakern.triton_interpreter import is_interpreted
-from lokakern.types import Device, Format, Granularity, Problem, Rejected
+from lokakern.types import Device, Format, Granularity, Layout, Operand, Problem, Rejected
 
 # Longest silence, in seconds: a library may compile its kernels at the first launch.
 PATIENCE_S = 300.0
@@ -35,7 +35,7 @@ POLL_S = 0.2
 MOST_PROCESSES = 16  # crashed processes per library
 LONGEST_WORD = 8192  # bytes
 UNTRIED = ("untried", "changed, untried")
-RIGHT, IDLE = "right", "idle"  # outcomes of a kernel; all others are faults
+RIGHT, IDLE = "right", "idle: "  # outcomes of a kernel; others are faults. IDLE and the reason
 # A kernel runs the first supported one: one tile of most kernels, a usual layer, long sums.
 SHAPES = ((256, 256, 256), (64, 64, 128), (2048, 512, 512), (128, 128, 8192))
 TAILS = (67, 90, 200)  # of plugins: whoever writes one has no other test
@@ -73,12 +73,14 @@ def state_of(library: Library, device: Device) -> tuple[str, str]:
         return "broken", trial.why
     if trial.kernels:
         return "partly", "; ".join(f"{name}: {why}" for name, why in sorted(trial.kernels.items()))
-    if not trial.right:
-        return (
-            "usable",
-            f"tried: it imports; no kernel of it takes what it was tried with on {device}",
-        )
-    return "usable", f"tried: it imports, and {trial.right} of its kernels were right"
+    why = "tried: it imports, and "
+    if trial.right:
+        why += f"{trial.right} of its kernels {'was' if trial.right == 1 else 'were'} right"
+    else:
+        why += f"no kernel of it takes what it was tried with on {device}"
+    if library.is_plugin:  # whose author can change it
+        why += "".join(f"; {name}: {reason}" for name, reason in sorted(trial.idle.items()))
+    return "usable", why
 
 
 def untried(device: Device) -> list[Library]:
@@ -119,8 +121,11 @@ def _try(library: Library, patience_s: float) -> Trial:
         end = _run(library.name, tuple(kernels), patience_s)
         kernels |= end.kernels
         if not end.at:
-            faults = {name: why for name, why in kernels.items() if why not in (RIGHT, IDLE)}
-            return Trial(end.why, faults, list(kernels.values()).count(RIGHT))
+            idle = {name: why.removeprefix(IDLE) for name, why in kernels.items()
+                    if why.startswith(IDLE)}  # fmt: skip
+            faults = {name: why for name, why in kernels.items()
+                      if why != RIGHT and name not in idle}  # fmt: skip
+            return Trial(end.why, faults, list(kernels.values()).count(RIGHT), idle)
         kernels[end.at] = end.why
     return Trial(f"ended {MOST_PROCESSES} processes; the last one: {end.why}"[:LONGEST_WHY])
 
@@ -263,12 +268,12 @@ def _first_line(error: BaseException) -> str:
 
 
 def _outcome_of(kernel: Kernel) -> str:
-    """The fault of a kernel, `RIGHT`, or `IDLE` if it supports none of the problems."""
+    """The fault of a kernel, `RIGHT`, or `IDLE` and why it supports none of the problems."""
     from lokakern.measure.time_problem import time_case
     from lokakern.problems import make_problem
     from lokakern.registry.register import fp8_format
     from lokakern.selection.dispatcher import default_regime
-    from lokakern.workloads.gemm_cases import LEFT_SCALES, Case, fused_case, shape_cases
+    from lokakern.workloads.gemm_cases import Case, fused_case, shape_cases
     from lokakern.workloads.gemm_gradient_cases import (
         grad_input_cases,
         grad_weight_case,
@@ -291,23 +296,30 @@ def _outcome_of(kernel: Kernel) -> str:
         cases.append(Case(problem, "X1"))
     tails: list[Case] = []
     if libraries.named(kernel.library).is_plugin:
-        for granularity in LEFT_SCALES:
-            tails.append(fused_case(*TAILS, granularity, "X1", fp8, "bias"))
         tails += shape_cases([TAILS, (TAILS[0], TAILS[2])], fp8)
-    outcome = IDLE
+        if kernel.op == "scaled_gemm":  # with the scales that it declares, and a bias
+            operands = {"a": Operand(fp8, kernel.granularity),
+                        "b": Operand(fp8, kernel.b_granularity, Layout.COLUMN)}  # fmt: skip
+            cases[:0] = [Case.of(kernel.op, shape, "X1", **operands) for shape in SHAPES]
+            tails = [Case.of(kernel.op, TAILS, "X1", **operands, epilogue=epilogue)
+                     for epilogue in ("bias", "none")]  # fmt: skip
+    outcome = idle = ""
     for some in (cases, tails):
         for case in some:
             try:
-                if isinstance(kernel.supports(case.problem, device), Rejected):
-                    continue
+                answer = kernel.supports(case.problem, device)
             except Exception as error:
                 return f"cannot say what it supports: {_first_line(error)}"
+            if isinstance(answer, Rejected):
+                if case.problem.op == kernel.op and not idle:
+                    idle = f"{IDLE}{answer.reason} ({case.problem})"
+                continue
             (record,) = time_case(case, [kernel], device, default_regime(device))
             if record.status != "ok":
                 return _fault(record.status, record.reason, case.problem)
             outcome = RIGHT
             break
-    return outcome
+    return outcome or idle or f"{IDLE}none was of {kernel.op}"
 
 
 def _fault(status: str, reason: str, problem: Problem) -> str:

@@ -267,6 +267,12 @@ def test_a_kernel_counts_where_its_library_was_tried(library: Library) -> None:
     libraries.keep_trial(library, here, Trial("", {"some.kernel": "wrong: 9 > 1"}))
     assert reason(kernel, here) == "wrong: 9 > 1"
     assert library_smoke.state_of(library, here) == ("partly", "some.kernel: wrong: 9 > 1")
+    libraries.keep_trial(library, here, Trial(right=1, idle={"some.kernel": "no FP8 (gemm m=1)"}))
+    assert reason(kernel, here) is None  # a sweep tells whether it is right where it takes some
+    assert library_smoke.state_of(library, here) == (
+        "usable",
+        "tried: it imports, and 1 of its kernels was right; some.kernel: no FP8 (gemm m=1)",
+    )
     libraries.keep_trial(library, here, Trial("OSError: undefined symbol"))
     assert reason(kernel, here) == "OSError: undefined symbol"
     assert library_smoke.state_of(library, here) == ("broken", "OSError: undefined symbol")
@@ -371,6 +377,7 @@ def test_rows_of_another_version_are_stale(library: Library) -> None:
      '{"version": 1, "trials": {"k": {"why": "", "kernels": {"a": []}, "right": 1}}}', "\0\xff",
      '{"version": 1, "trials": {"k": {"why": "' + "x" * 501 + '", "kernels": {}, "right": 1}}}',
      '{"version": 1, "trials": {"k": {"why": "", "kernels": {}, "right": true}}}',
+     '{"version": 1, "trials": {"k": {"why": "", "kernels": {}, "right": 1, "idle": {"a": 1}}}}',
      " " * (libraries.LARGEST_FILE_BYTES + 1)],
 )  # fmt: skip
 def test_an_invalid_file_of_trials_is_ignored(library: Library, text: str) -> None:
@@ -381,6 +388,18 @@ def test_an_invalid_file_of_trials_is_ignored(library: Library, text: str) -> No
     assert libraries.trial_of(library, here) is None
     libraries.keep_trial(library, here, Trial())
     assert libraries.trial_of(library, here) == Trial()
+
+
+def test_a_trial_of_before_idle_kernels_were_named_holds(library: Library) -> None:
+    here = current_device()
+    libraries.keep_trial(library, here, Trial(right=2))
+    path = libraries.trials_file()
+    stored = json.loads(path.read_text())
+    for entry in stored["trials"].values():
+        del entry["idle"]
+    path.write_text(json.dumps(stored))
+    libraries._trials.cache_clear()
+    assert libraries.trial_of(library, here) == Trial(right=2)
 
 
 def test_a_plugin_that_fails_leaves_no_kernel(

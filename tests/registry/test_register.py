@@ -616,7 +616,11 @@ def outside(**fields: Any) -> Kernel:
 def test_an_op_with_scales_needs_a_granularity(op: str, registered: dict[str, Kernel]) -> None:
     with pytest.raises(ValueError, match=f"{op} has scales, and granularity is NONE; .*ROW"):
         register(op)(launch)
-    register(op, granularity=Granularity.ROW)(launch)
+    register(op, granularity="row")(launch)  # type: ignore[arg-type]
+    (made,) = (k for k in registered.values() if k.launch.__wrapped__ is launch)
+    assert made.granularity is made.b_granularity is Granularity.ROW
+    with pytest.raises(ValueError, match="'rows' is not a valid Granularity"):
+        register(op, granularity="rows")  # type: ignore[arg-type]
 
 
 TENSOR, ROW, GROUP, BLOCK = (
