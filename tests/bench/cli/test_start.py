@@ -115,7 +115,7 @@ def test_options_name_the_regimes_of_the_library() -> None:
     assert tuple(host.HostRegime) == tuple(HOST_REGIMES)
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", sorted(COMMANDS.keys() - {"new-kernel"}))  # which reads none
 def test_every_command_takes_a_database(name: str) -> None:
     assert any("--db" in parameter.opts for parameter in COMMANDS[name].params)
 
