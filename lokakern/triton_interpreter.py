@@ -8,6 +8,7 @@ runs on a GPU.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 from typing import Any
 
@@ -30,11 +31,9 @@ def is_interpreted() -> bool:
 
 @functools.cache
 def make_exact() -> None:
-    """Replace what the interpreter does differently from the GPUs, in this process.
-
-    Raises:
-        ImportError: Triton is not installed.
-    """
+    """Replace what the interpreter does differently from the GPUs, in this process."""
+    if importlib.util.find_spec("triton") is None:
+        return
     from triton.runtime import interpreter
 
     builder = interpreter.InterpreterBuilder

@@ -28,7 +28,7 @@ import torch
 from lokakern.device import current_device
 from lokakern.registry import digests
 from lokakern.registry.locks import Lock
-from lokakern.triton_interpreter import is_interpreted, make_exact
+from lokakern.triton_interpreter import is_interpreted
 from lokakern.types import Device
 
 _log = logging.getLogger(__name__)
@@ -158,8 +158,6 @@ def named(name: str) -> Library:
 
 def import_modules(library: Library) -> None:
     """Import what its kernels need; nothing where it is not installed."""
-    if is_interpreted():
-        make_exact()
     for module in library.here[0].modules if library.here is not None else ():
         importlib.import_module(module)
 

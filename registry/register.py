@@ -20,6 +20,7 @@ from lokakern.errors import UnknownNameError
 from lokakern.registry import digests, libraries
 from lokakern.registry.digests import KERNELS_ROOT
 from lokakern.registry.ops import EPILOGUE_OPS, op_named
+from lokakern.triton_interpreter import is_interpreted, make_exact
 from lokakern.types import (
     ACCEPTED,
     Device,
@@ -370,6 +371,8 @@ def register(
         if not isinstance(names, set | frozenset) or not all(isinstance(x, str) for x in names):
             raise ValueError(f"{what} is {names!r}; expected a set of names")
     # digest: off
+    if is_interpreted():  # now: whoever writes a kernel may call it without anything else
+        make_exact()
     granularity = Granularity(granularity)  # of its text, too
     b_granularity = None if b_granularity is None else Granularity(b_granularity)
     if op in SCALED_OPS and granularity is Granularity.NONE:

@@ -23,24 +23,23 @@ ROOT = Path(__file__).resolve().parents[3]
 PIP = ("-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation",
        "--disable-pip-version-check", "--target", "installed")  # fmt: skip
 LIST = ("-m", "lokakern.bench", "list")
-# Runs both kernels on their own, on rows that fill no tile.
+# Calls both launchers as their author may, on rows that fill no tile.
 USE = """if True:
+    import acme_kernels, other_kernels
     import torch
     from lokakern import numerics
-    from lokakern.registry.register import KERNELS, load_kernels
     from lokakern.types import Format, Granularity, empty_data
 
-    load_kernels()
     torch.manual_seed(0)
     x, w = torch.randn(67, 200), torch.randn(90, 200)
     a, b = (numerics.quantize(t, Format.E4M3FN, Granularity.ROW) for t in (x, w))
     out = torch.empty(67, 90)
-    KERNELS["acme_kernels.scaled_gemm_row"].launch(a.data, a.scale, *b.transpose, out, None, ())
+    acme_kernels.scaled_gemm_row(a.data, a.scale, *b.transpose, out, None, ())
     print(torch.allclose(out, numerics.dequantize(a, torch.float32)
                          @ numerics.dequantize(b, torch.float32).t(), atol=1e-4))
     data = empty_data(67, 200, torch.float8_e4m3fn, x.device)
     scale = Granularity.ROW.empty_scale(67, 200, x.device)
-    KERNELS["other_kernels.quantize_row"].launch(x, data, scale, ())
+    other_kernels.quantize_row(x, data, scale, ())
     print(torch.equal(data.view(torch.uint8), a.data.view(torch.uint8)))
 """
 # Compiles both kernels for a GPU that need not be here.
