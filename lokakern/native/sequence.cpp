@@ -43,6 +43,7 @@ struct Classes {
   std::vector<KnownClass> known;
   std::vector<py::object> global_hooks;
   py::object call, call_impl, module_class;
+  py::object sequence;  // methods are its own: another thread may take the class from a module
   PyObject* const backward_hooks = name_of("_backward_hooks");
   PyObject* const backward_pre_hooks = name_of("_backward_pre_hooks");
   PyObject* const compiled_call = name_of("_compiled_call_impl");
@@ -81,6 +82,7 @@ struct Classes {
     call = is_own(root, "__call__") ? root.attr("__call__") : py::object();
     call_impl = is_own(root, "_call_impl") ? root.attr("_call_impl") : py::object();
     module_class = root;
+    sequence = py::module_::import("lokakern.nn.static_handoff").attr("BoundedSequential");
   }
 
   // Whether a method is of its class's file: a library may have replaced it before, and a
@@ -287,15 +289,16 @@ PyObject* call_sequence(PyObject*, PyObject* const* given, Py_ssize_t count) {
     const py::int_ here(place);
     // A hook, or another module, may have changed the rows.
     if (state && (!THPVariable_CheckExact(y.ptr()) || row_count(THPVariable_Unpack(y.ptr())) != m))
-      return PyObject_CallMethodObjArgs(given[0], of.run_from, y.ptr(), here.ptr(), handoff.ptr(),
-                                        nullptr);
+      return PyObject_CallMethodObjArgs(of.sequence.ptr(), of.run_from, given[0], y.ptr(),
+                                        here.ptr(), handoff.ptr(), nullptr);
     if (state < 2) {
       y = called(children[place++].ptr(), y, given[2]);
       if (!y) return nullptr;
       continue;
     }
     const auto handed = py::reinterpret_steal<py::object>(PyObject_CallMethodObjArgs(
-        given[0], of.handed, y.ptr(), here.ptr(), rows.ptr(), handoff.ptr(), nullptr));
+        of.sequence.ptr(), of.handed, given[0], y.ptr(), here.ptr(), rows.ptr(), handoff.ptr(),
+        nullptr));
     if (!handed) return nullptr;
     std::tie(y, place) = handed.cast<std::tuple<py::object, size_t>>();
   }

@@ -114,9 +114,11 @@ def is_plain_call(module: nn.Module) -> bool:
     )
 
 
-def static_rows(x: Tensor) -> int:
+def static_rows(x: object) -> int:
     """For a compiler, the rows of an input; -1 if they are dynamic, or it is no usual tensor."""
-    if hasattr(x, "device_mesh") or x.is_meta or x.is_nested or x.dim() < 2:
+    if not isinstance(x, Tensor) or hasattr(x, "device_mesh") or x.is_meta or x.is_nested:
+        return -1
+    if x.dim() < 2 or not is_constant(x.shape[-1]) or not x.shape[-1]:
         return -1
     m = x.numel() // x.shape[-1]  # the size of a shape is no symbol in torch.export
     return m if is_constant(m) else -1

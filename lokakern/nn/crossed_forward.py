@@ -143,9 +143,9 @@ class CrossedForward:
         UnsupportedError: The forward cannot be traced, or a cross or a product is not there.
     """
 
-    # What a compiler reads where the forward depends on children alone, in one text: each of these
-    # reads is a guard that every call of the compiled model evaluates. Names of children, which of
-    # them are converted layers, and plans; "" if there is more.
+    # What a compiler reads where the forward depends on nothing but layers, in one text: each of
+    # these reads is a guard that every call of the compiled model evaluates. Names of the children,
+    # each with its `id`, and plans; "" if there is more.
     _known = ""
     # By shapes of inputs, whether no plan holds.
     _is_idle_at: dict[tuple[torch.Size, ...], bool] | None = None
@@ -197,15 +197,12 @@ class CrossedForward:
         """Use the plans of these crosses, which are those of the forward."""
         self.plans = tuple(plan for _, plan in crosses)
         self._is_idle_at = None
+        self._known = ""
         if self._only_children is None or self._defaults or len(self._functions) > 1:
-            self._known = ""
             return
-        # Of other classes Dynamo knows what it reads; their type would be a guard in Python.
-        children = (
-            f"{name}\0{'linear' if isinstance(child, Linear) else ''}"
-            for name, child in self.module._modules.items()
-        )
-        self._known = "\2".join(("\1".join(children), "\1".join(self.plans)))
+        names = self.module._modules
+        if all(isinstance(child, Linear) for child in self._children):
+            self._known = "\2".join((_identities(names, self._children), "\1".join(self.plans)))
 
     def _compile(self) -> None:
         self._functions: list[Callable[..., Any]] = []  # in training, and in evaluation
@@ -254,14 +251,14 @@ class CrossedForward:
         return self._run_own(args, options)
 
     def _run_compiled(self, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """`run` by `_known`; a layer may have taken the place of another."""
+        """`run` by `_known`."""
         module = self.module
         children, plans = [part.split("\1") for part in self._known.split("\2")]
         if len(children) != len(module._modules) or _has_none((*args, *options.values())):
             return self._run_own(args, options)
         for child in children:
-            name, kind = child.split("\0")
-            if kind and not isinstance(module._modules[name], Linear):
+            name, identity = child.split("\0")
+            if id(module._modules.get(name)) != int(identity):
                 return self._run_own(args, options)
         return self._only_function(module, tuple(plans), *args, **options)
 
@@ -369,6 +366,10 @@ class CrossedForward:
             for name, x in self._names.items()
         }
         self._compile()
+        if self._known:  # of the original
+            children, plans = self._known.split("\2")
+            names = [child.split("\0")[0] for child in children.split("\1")]
+            self._known = "\2".join((_identities(names, self._children), plans))
         prepare_chains()
 
 
@@ -505,6 +506,11 @@ class _Module(NamedTuple):
     """A module of Python, which cannot be pickled itself."""
 
     name: str
+
+
+def _identities(names: Iterable[str], children: Iterable[object]) -> str:
+    """Names and identities of children; a compiler compares them by a guard that it has anyway."""
+    return "\1".join(f"{name}\0{id(x)}" for name, x in zip(names, children, strict=True))
 
 
 def _children(module: nn.Module) -> list[nn.Module | None]:

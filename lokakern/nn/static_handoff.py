@@ -115,7 +115,7 @@ class BoundedSequential(nn.Sequential):
                 y = NATIVE.call_sequence(self, input, described)
                 if y is not None:
                     return y  # type: ignore[no-any-return]
-            return self._run(input)
+            return BoundedSequential._run(self, input)  # of which another thread may take the class
         if _is_idle(self._known, static_rows(input)):
             return super().forward(input)  # type: ignore[no-any-return, no-untyped-call]
         modules = list(self._modules.values())
@@ -162,7 +162,7 @@ class BoundedSequential(nn.Sequential):
             if kept is None or len(kept) >= _MOST_ROWS:
                 kept = vars(self)["_by_rows"] = {}
             kept[m] = _states_at(*handoff[2:], m), handoff
-        return self._run_from(input, 0, handoff)
+        return BoundedSequential._run_from(self, input, 0, handoff)
 
     def _run_from(self, input: Tensor, place: int, handoff: Handoff) -> Tensor:
         """The output of the modules from a place on."""
@@ -177,7 +177,7 @@ class BoundedSequential(nn.Sequential):
                 if rows != m:
                     m, states = rows, _states_at(*settings, rows)
                 if states[here] > 1:
-                    input, place = self._handed(input, here, m, handoff)
+                    input, place = BoundedSequential._handed(self, input, here, m, handoff)
                     continue
             input = modules[here](input)
         return input
@@ -307,7 +307,8 @@ def _write_known(sequence: nn.Sequential) -> None:
     _, *columns = sequence._handoffs[-1] if sequence.is_as_known else Handoff()
     rows = ((_kind(module), *rest) for module, *rest in zip(*columns, strict=True))
     sequence._known = "\1".join(map("\0".join, rows))
-    if sequence._known and all(type(module) in _ROWWISE for module in sequence):
+    has_settings = any(map(any, columns[1:]))
+    if has_settings and all(type(module) in _ROWWISE for module in sequence):
         sequence._known += _KEEPS_ROWS
     for name in _DERIVED:
         vars(sequence).pop(name, None)

@@ -25,7 +25,7 @@ from lokakern import driver, jit
 from lokakern.errors import BudgetError
 from lokakern.native import forget, replay, replayed
 from lokakern.registry import register
-from lokakern.types import QuantizedTensor
+from lokakern.types import Granularity, QuantizedTensor
 from tests.support import native
 
 ROOT = Path(__file__).parents[2]
@@ -192,7 +192,7 @@ def test_quantized_results_are_put_together(library: Any) -> None:
 
     def make(x: Tensor, scale: Tensor) -> tuple[QuantizedTensor, Tensor, None]:
         data = torch.empty_like(x, dtype=torch.float8_e4m3fn).copy_(x)
-        return QuantizedTensor(data, scale, lokakern.types.Granularity.ROW), x, None
+        return QuantizedTensor(data, scale, Granularity.ROW), x, None
 
     call = replayed(make)
     for _ in range(4):
@@ -375,7 +375,7 @@ def test_kernels_of_users_stay_in_python(library: Any, monkeypatch: pytest.Monke
     monkeypatch.setattr(register, "KERNELS", {})
     size = 8
 
-    @register.register("dequantize")
+    @register.register("dequantize", granularity=Granularity.ROW)
     def write(data: Tensor, scale: Tensor, out: Tensor, workspace: tuple[Tensor, ...]) -> None:
         ctypes.memmove(out.data_ptr(), data.data_ptr(), size)
 

@@ -15,7 +15,13 @@ from lokakern import mods, numerics
 from lokakern.errors import UnsupportedError
 from lokakern.nn.chain_plan import ChainLayer, ChainStep, plan_text
 from lokakern.nn.cross_pattern import crosses_in
-from lokakern.nn.crossed_forward import Cross, crossed_of, remove_crosses, set_crosses
+from lokakern.nn.crossed_forward import (
+    Cross,
+    CrossedForward,
+    crossed_of,
+    remove_crosses,
+    set_crosses,
+)
 from lokakern.nn.linear import Linear
 from lokakern.nn.traced_forward import traced
 from lokakern.types import Granularity
@@ -324,6 +330,61 @@ def test_a_graph_of_dynamic_m(kind: str) -> None:
             assert torch.equal(compiled(rows(m)), model(rows(m)))
     assert counter.frame_count == 1
     assert counter.graphs[0].code.count("ops.lokakern.routed_chain") == KINDS[kind][2]
+
+
+class WithActivation(nn.Module):
+    """A cross, and a child that decides what else the forward computes."""
+
+    def __init__(self, activation: nn.Module | None) -> None:
+        super().__init__()
+        self.a, self.activation = Linear(N, N), activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * self.a(x) + x
+        if self.activation is not None and not isinstance(self.activation, nn.Identity):
+            y = self.activation(y)
+        return y
+
+
+@pytest.mark.parametrize("is_warm", [False, True])
+def test_compiled_calls_see_changed_children(is_warm: bool) -> None:
+    x = rows()
+    pairs = [(nn.Identity(), nn.Tanh()), (None, nn.Tanh()), (nn.Tanh(), None)]
+    for first, then in pairs:
+        torch._dynamo.reset()
+        model = WithActivation(first).bfloat16()
+        set_crosses(model, [Cross(("a",), PLAN)])
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        with torch.no_grad():
+            if is_warm:
+                compiled(x)
+            model.activation = then
+            assert torch.equal(compiled(x), original(model, x))
+    torch._dynamo.reset()
+    model, other = crossed("low rank"), crossed("low rank", "other")
+    nn.init.ones_(other.down.weight)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        if is_warm:
+            compiled(x)
+        model.down = other.down
+        assert torch.equal(compiled(x), model(x)) and torch.equal(model(x), original(model, x))
+
+
+def test_compiled_copies_run_their_crosses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy's layers have other identities."""
+    x, runs = rows(), []
+    run = CrossedForward._run_own
+    monkeypatch.setattr(
+        CrossedForward, "_run_own", lambda self, *given: runs.append(1) or run(self, *given)
+    )
+    model = crossed("low rank")
+    for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        torch._dynamo.reset()
+        assert crossed_of(each)._known
+        with torch.no_grad():
+            compiled = torch.compile(each, backend="eager", fullgraph=True)
+            assert torch.equal(compiled(x), each(x)) and not runs
 
 
 @torch.no_grad()

@@ -381,6 +381,27 @@ def test_a_compiled_model_with_a_fused_activation_gives_the_same_result(launched
         assert symbolic(x).shape == (256, 1) and launched == []
 
 
+class Joined(nn.Module):
+    def forward(self, parts: tuple[Tensor, Tensor]) -> Tensor:
+        return torch.cat(parts, 1)
+
+
+def test_compiled_sequences_of_unusual_inputs() -> None:
+    """Tuples, and inputs without columns; exported, too."""
+    joined = nn.Sequential(Joined(), nn.Linear(K, K), nn.ReLU(), nn.Linear(K, 8))
+    empty = nn.Sequential(nn.Linear(0, K), nn.ReLU(), nn.Linear(K, 8))
+    x = torch.randn(4, K, dtype=torch.bfloat16)
+    cases = [(joined, (x[:, : K // 2], x[:, K // 2 :])), (empty, x[:, :0])]
+    for model, given in cases:
+        torch._dynamo.reset()
+        model.bfloat16().requires_grad_(False)
+        expected = model(given)
+        set_handoff(model, [""] * len(model), [""] * len(model))
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        assert torch.equal(compiled(given), expected) and torch.equal(model(given), expected)
+        assert torch.equal(torch.export.export(model, (given,)).module()(given), expected)
+
+
 @pytest.mark.usefixtures("timed")
 def test_a_fused_activation_is_compiled_once(launched: Any) -> None:
     torch._dynamo.reset()
