@@ -58,6 +58,7 @@ struct Classes {
   PyObject* const running_mean = name_of("running_mean");
   PyObject* const running_var = name_of("running_var");
   PyObject* const by_rows = name_of("_by_rows");
+  PyObject* const handoffs = name_of("_handoffs");
   PyObject* const handed = name_of("_handed");
   PyObject* const run_from = name_of("_run_from");
 
@@ -271,6 +272,10 @@ PyObject* call_sequence(PyObject*, PyObject* const* given, Py_ssize_t count) {
   if (!found || !PyTuple_CheckExact(found) || PyTuple_GET_SIZE(found) != 2) Py_RETURN_NONE;
   const auto known = py::reinterpret_borrow<py::tuple>(found);  // which a call may replace
   const py::object states = known[0], handoff = known[1];
+  PyObject* const handoffs = item(dict, of.handoffs);  // which another thread may have changed
+  if (!handoffs || !PyTuple_CheckExact(handoffs) || !PyTuple_GET_SIZE(handoffs) ||
+      PyTuple_GET_ITEM(handoffs, PyTuple_GET_SIZE(handoffs) - 1) != handoff.ptr())
+    Py_RETURN_NONE;
   c10::SmallVector<py::object, 16> children;  // a call may change the dictionary
   PyObject *name = nullptr, *child = nullptr;
   for (Py_ssize_t place = 0; PyDict_Next(modules, &place, &name, &child);)

@@ -275,14 +275,16 @@ class CrossedForward:
         The traced one takes the host 6 to 9 us longer. Rows inside are taken to follow from these
         shapes; where they do not, a call may run unquantized.
         """
+        noted = self._is_idle_at  # of these plans
+        if noted is None or len(noted) >= _MOST_SHAPES:
+            noted = self._is_idle_at = {}
         plans = tuple(map(_Noted, self.plans))
         for plan in plans:
             plan.is_idle = True
         y = function(self.module, plans, *given)
         is_idle = all(plan.is_idle for plan in plans) and not products_of(self.module)
-        if self._is_idle_at is None or len(self._is_idle_at) >= _MOST_SHAPES:
-            self._is_idle_at = {}
-        self._is_idle_at[shapes] = is_idle
+        if torch._C._get_tracing_state() is None:  # shapes of a trace are those of its tensors
+            noted[shapes] = is_idle
         return y
 
     def _given(
@@ -357,7 +359,8 @@ class CrossedForward:
             name: _Module(x.__name__) if isinstance(x, ModuleType) else x
             for name, x in self._names.items()
         }
-        return {**vars(self), "_names": names, "_functions": [], "_only_function": None}
+        return {**vars(self), "_names": names, "_functions": [], "_only_function": None,
+                "_is_idle_at": None}  # fmt: skip
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

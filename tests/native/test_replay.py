@@ -392,6 +392,22 @@ def test_kernels_of_users_stay_in_python(library: Any, monkeypatch: pytest.Monke
         assert torch.equal(call(x), x)
 
 
+def test_signatures_in_use_stay_where_many_come_once(library: Any) -> None:
+    runs: list[int] = []
+
+    def counted(x: Tensor) -> Tensor:
+        runs.append(len(x))
+        return torch.empty_like(x)
+
+    call, hot, others = replayed(counted), torch.empty(1), torch.empty(17_000)
+    for m in range(2, 17_000):
+        call(others[:m])
+        if not m % 1000:
+            for _ in range(3):
+                call(hot)
+    assert runs.count(1) == 2 and len(runs) > 16_384 and library.size() < 16_384
+
+
 def test_new_choices_discard_plans(library: Any) -> None:
     a, b, _ = operands()
     for _ in range(3):
