@@ -113,7 +113,7 @@ const Classes& classes() {
   return *made;
 }
 
-// Not of an expected null, which is what another library had replaced before.
+// Whether a class has this method; not if it is null, as of one that was replaced before.
 bool has_attribute(PyObject* type, PyObject* name, const py::object& expected) {
   const auto found = py::reinterpret_steal<py::object>(PyObject_GetAttr(type, name));
   if (!found) PyErr_Clear();

@@ -167,9 +167,9 @@ class BoundedSequential(nn.Sequential):
     def _run_from(self, input: Tensor, place: int, handoff: Handoff) -> Tensor:
         """The output of the modules from a place on."""
         _, modules, *settings = handoff
-        m, first = rows_in(input), place
+        m = rows_in(input)
         states = _states_at(*settings, m)
-        for here in range(first, len(modules)):
+        for here in range(place, len(modules)):
             if here < place:
                 continue  # a part of what ran
             if states[here]:

@@ -330,6 +330,18 @@ def test_several_sizes_in_turn(made: list[bool]) -> None:
     assert len(vars(model)["_by_rows"]) <= 16
 
 
+def test_settings_of_an_older_handoff_are_left_to_python(made: list[bool]) -> None:
+    """Another thread may change them between a call's read of a handoff and its note of rows."""
+    model, x = idle(sequence(nn.Linear(K, K))), rows(IDLE)
+    older = vars(model)["_by_rows"]
+    set_handoff(model, [""] * 3, ["", BY_ROW, ""])
+    vars(model)["_by_rows"] = older
+    made.clear()
+    for _ in range(2):
+        assert torch.equal(model(x), plain(model)(x))
+    assert made == [False, True]
+
+
 @pytest.mark.parametrize("kind", ["hook", "subclass"])
 def test_rows_that_change_on_the_way(
     kind: str, made: list[bool], monkeypatch: pytest.MonkeyPatch
