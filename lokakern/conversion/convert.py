@@ -59,6 +59,8 @@ from lokakern.nn.module_scan import (
     shape_of,
 )
 from lokakern.nn.raw_product import RawProduct, is_layer
+from lokakern.nn.rectified import KERNEL as RELU_KERNEL
+from lokakern.nn.rectified import rectified_between
 from lokakern.nn.routed_matmul import PLAIN, has_activator, kernel_at, read_route
 from lokakern.nn.static_handoff import (
     BoundedSequential,
@@ -300,6 +302,7 @@ class Conversion:
         self.left_crosses: dict[str, str] = {}  # reasons
         self.spans: list[Span] = []  # layers that may be chains
         self.off_chains: frozenset[ChainSites] = frozenset()  # by tuning
+        self.has_relus = True  # whether products may apply the relu behind them; tuning decides
         self.why_no_chains = ""
         self._untimed: set[tuple[int, int, str]] = set()  # n and k of the reading layer, activation
         self._model = weakref.ref(model)
@@ -343,7 +346,7 @@ class Conversion:
         self.untuned = chosen
         before = chain_texts(self.spans)
         self.spans = []
-        changed = self.use_routes(chosen, off_chains=())
+        changed = self.use_routes(chosen, off_chains=(), has_relus=True)
         self.spans = self._planned()  # of layers that have their routes
         if any(span.plan.chains for span in self.spans):
             self.use_routes({}, self.plain)
@@ -395,6 +398,7 @@ class Conversion:
         *,
         keep_classes: bool = False,
         off_chains: Collection[ChainSites] | None = None,
+        has_relus: bool | None = None,
     ) -> list[str]:
         """Set the routes of some sites, and the chains, for `refresh` and `tune`.
 
@@ -404,6 +408,7 @@ class Conversion:
             keep_classes: Whether a sequence stays a `BoundedSequential` without quantized inputs:
                 if it was compiled as one, Dynamo would not enter the forward of an `nn.Sequential`.
             off_chains: Chains that are not used, by the names of their layers; None: as before.
+            has_relus: Whether products may apply the relu behind them; None: as before.
 
         Returns:
             The products with another route, as ``site/gemm``.
@@ -421,6 +426,8 @@ class Conversion:
             site.routes = chosen
         if off_chains is not None:
             self.off_chains = frozenset(off_chains)
+        if has_relus is not None:
+            self.has_relus = has_relus
         chains = {
             span.sites[0]: span.texts(self.off_chains).get(0, "")
             for span in self.spans
@@ -456,8 +463,11 @@ class Conversion:
         for sequence in self.sequences:
             weight = next(sequence.parameters(), None) if is_wanted else None
             scales, activating = ("",) * len(sequence), [""] * len(sequence)
+            rectified: tuple[str, ...] = ()
             if weight is not None:
                 device = self._device_for(weight)
+                if self.has_relus and dispatcher.snapshot().is_timed(RELU_KERNEL, device):
+                    rectified = rectified_between(sequence)
                 scales = self._scales_of(sequence, device)
                 found = activations_between(sequence, scales) if self._inference else {}
                 for place, (name, reader) in found.items():
@@ -478,9 +488,25 @@ class Conversion:
             if (
                 is_told
                 or (was_told and keep_classes)
-                or (type(sequence) is nn.Sequential and any((*scales, *activating, *chains)))
+                or (
+                    type(sequence) is nn.Sequential
+                    and any((*scales, *activating, *chains, *rectified))
+                )
             ):
-                set_handoff(sequence, scales, activating, self._key, chains)
+                set_handoff(sequence, scales, activating, self._key, chains, rectified)
+
+    @property
+    def rectified(self) -> dict[str, str]:
+        """Names of sites whose product may apply the relu behind it, and its route."""
+        names = {id(site.module): site.name for site in self.sites.values()}
+        return {
+            names[id(module)]: route
+            for sequence in self.sequences
+            if isinstance(sequence, BoundedSequential) and sequence.is_as_known
+            for handoff in sequence._handoffs[-1:]
+            for module, route in zip(sequence, handoff.rectified, strict=True)
+            if route and id(module) in names
+        }
 
     def _apply_crosses(self, keep_classes: bool) -> None:
         """Set the chains of crosses in the modules that call their layers."""
@@ -662,6 +688,8 @@ class Conversion:
         rows = [{k: v for k, v in row.items() if k not in lists} for row in self.choices]
         notes = self._reasons()
         notes += self._chain_notes()
+        if self.rectified:
+            notes.append(f"{RELU_KERNEL} applies the relu behind {', '.join(self.rectified)}")
         notes += [f"{name} is unchanged: {why}" for name, why in self.skipped.items()]
         note = "\n".join(notes)
         print_rows(rows, "table", title=repr(self), note=note)

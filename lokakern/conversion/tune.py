@@ -7,7 +7,8 @@ that is slower. Under torch.compile each variant is compiled once, which decides
 can be tried in the time limit; the rest is tried as one.
 
 A chain of layers is off if its layers run by their routes. Chains are tried first. While a chain is
-on, the products of its layers do not run, so that groups of such products alone are not tried.
+on, the products of its layers do not run, so that groups of such products alone are not tried. The
+relus that products apply (`lokakern.nn.rectified`) are one group, tried last: each saves a launch.
 """
 
 from __future__ import annotations
@@ -35,12 +36,13 @@ from lokakern.conversion.paired_timing import (
     compare,
 )
 from lokakern.conversion.restored_state import DERIVED, restored_state
-from lokakern.conversion.routes import Route
+from lokakern.conversion.routes import GEMMS, Route
 from lokakern.errors import MeasurementError, UnsupportedError
 from lokakern.nn.chain_plan import steps_at
 from lokakern.nn.linear import CHAIN_DATA, CHAIN_SCALE
 from lokakern.nn.module_scan import shape_of
 from lokakern.nn.raw_product import RawProduct
+from lokakern.nn.rectified import KERNEL as RELU_KERNEL
 from lokakern.nn.routed_matmul import PLAIN, kernel_at
 from lokakern.selection.choice import Choice
 
@@ -51,6 +53,7 @@ TIME_LIMIT_S = {True: 150.0, False: 300.0}  # of inference and of training
 # Dynamo gives up on a function after 8 variants, and runs it without compiling.
 MOST_VARIANTS = 256
 LAYOUT = "bf16, with another layout of the weight"
+RELU = "relu"
 MakeTimer = Callable[
     [Callable[[], object], Callable[[Variant], None], torch.device, bool], Timer
 ]  # step, switch, device, graph
@@ -63,9 +66,10 @@ class Group:
     """Products that are alike.
 
     Attributes:
-        gemm: "output", "grad_input" or "grad_weight"; "chain" for equal chains.
-        n: Outputs of the layers, or of the last layer of a chain.
-        k: Inputs of the layers, or of the first layer of a chain.
+        gemm: "output", "grad_input" or "grad_weight"; "chain" for equal chains; "relu" for all
+            products that apply the relu behind them.
+        n: Outputs of the layers, or of the last layer of a chain; None if they differ.
+        k: Inputs of the layers, or of the first layer of a chain; None if they differ.
         kernels: Names of the kernels in the step.
         rows: Rows of the inputs in the step.
         sites: Names of the layers.
@@ -74,8 +78,8 @@ class Group:
     """
 
     gemm: str
-    n: int
-    k: int
+    n: int | None
+    k: int | None
     kernels: tuple[str, ...]
     rows: tuple[int, ...]
     sites: tuple[str, ...]
@@ -203,7 +207,7 @@ def tune(
             )
     limit = TIME_LIMIT_S[conversion.is_inference] if time_limit is None else time_limit
     before = {name: site.routes for name, site in conversion.sites.items()}, conversion.plain
-    off_before = conversion.off_chains
+    others_before = conversion.off_chains, conversion.has_relus
     weight = shape_of(next(iter(conversion.sites.values())).module)[3]
     with contextlib.ExitStack() as stack:
         if not progress.is_shown():
@@ -229,16 +233,19 @@ def tune(
                     torch._dynamo.reset()
                     step()
         except BaseException:
-            conversion.use_routes(*before, keep_classes=True, off_chains=off_before)
+            conversion.use_routes(
+                *before, keep_classes=True, off_chains=others_before[0], has_relus=others_before[1]
+            )
             raise
     progress.tell("tuning", 1.0)
-    products = [groups[place] for place in off if not groups[place].chains]
+    products = [groups[place] for place in off if groups[place].gemm in GEMMS]
     dropped = {(name, group.gemm) for group in products for name in group.sites}
     off_chains = {sites for place in off for sites in groups[place].chains}
+    has_relus = _has_relus(groups, off)
     after = search.after
     gain = (1.0, 1.0, 1.0) if after is None else (after.value, after.low, after.high)
     texts = {name: tuple(r.text for r in routes) for name, routes in conversion.untuned.items()}
-    file = tuning_file.file_of(conversion, texts, rows, dropped, gain, graph, off_chains)
+    file = tuning_file.file_of(conversion, texts, rows, dropped, gain, graph, off_chains, has_relus)
     tuned = tuple(search.outcome(place, off) for place in range(len(groups)))
     return Tuning(
         tuned, search.before, after, timer.now() - search.begun, len(search.variants),
@@ -253,7 +260,7 @@ def _forget_tuning(conversion: Conversion) -> None:
         for name, routes in conversion.untuned.items()
         if routes != conversion.sites[name].routes or name in conversion.plain
     }
-    conversion.use_routes(changed, keep_classes=True, off_chains=())
+    conversion.use_routes(changed, keep_classes=True, off_chains=(), has_relus=True)
 
 
 def apply_tuning(conversion: Conversion, file: tuning_file.TuningFile) -> None:
@@ -271,7 +278,9 @@ def apply_tuning(conversion: Conversion, file: tuning_file.TuningFile) -> None:
         for name, site in conversion.sites.items()
     }
     changed = {name: new for name, new in routes.items() if new != conversion.sites[name].routes}
-    conversion.use_routes(changed, plain=by_gemm["output"], off_chains=file.dropped_chains)
+    conversion.use_routes(
+        changed, plain=by_gemm["output"], off_chains=file.dropped_chains, has_relus=file.has_relus
+    )
 
 
 # ---- what is tuned
@@ -315,7 +324,7 @@ def observed_rows(
 def groups_of(conversion: Conversion, rows: Rows, trained: set[str]) -> list[Group]:
     """Groups of chains, and of the products that differ from `nn.Linear`'s in the step.
 
-    Chains come first, then the largest gain.
+    Chains come first, then the largest gain, and relus last.
     """
     found: dict[tuple[Any, ...], list[str]] = defaultdict(list)
     predicted: dict[tuple[Any, ...], float | None] = {}
@@ -337,7 +346,21 @@ def groups_of(conversion: Conversion, rows: Rows, trained: set[str]) -> list[Gro
         us = predicted[key]
         groups.append(Group(*key[:5], tuple(names), None if us is None else us * len(names)))
     groups.sort(key=lambda group: -(group.predicted_us or 0.0))
-    return [*_chain_groups(conversion.spans, rows), *groups]
+    return [*_chain_groups(conversion.spans, rows), *groups, *_relu_groups(conversion, rows)]
+
+
+def _relu_groups(conversion: Conversion, rows: Rows) -> list[Group]:
+    """The relus that products apply in the step, if there are any, as one group."""
+    found = {
+        name: sizes for name, route in conversion.rectified.items()
+        if (sizes := [m for m in rows.get(name, ()) if kernel_at(route, m)])
+    }  # fmt: skip
+    if not found:
+        return []
+    shapes = {shape_of(conversion.sites[name].module)[:2] for name in found}
+    n, k = shapes.pop() if len(shapes) == 1 else (None, None)
+    every = tuple(sorted({m for sizes in found.values() for m in sizes}))
+    return [Group(RELU, n, k, (RELU_KERNEL,), every, tuple(found), None)]
 
 
 def _chain_groups(spans: Iterable[Span], rows: Rows) -> list[Group]:
@@ -407,11 +430,12 @@ class _Switch:
         assert isinstance(off, frozenset)
         dropped: dict[tuple[str, str], str] = {}
         off_chains: set[ChainSites] = set()
+        has_relus = _has_relus(self._groups, off)
         for place in off:
             group = self._groups[place]
             off_chains.update(group.chains)
             why = "" if reasons is None else reasons[place]
-            if not group.chains:
+            if group.gemm in GEMMS:
                 dropped |= dict.fromkeys(((name, group.gemm) for name in group.sites), why)
         plain = {name for name, gemm in dropped if gemm == "output"}
         routes = {}
@@ -423,8 +447,11 @@ class _Switch:
             is_same = new == self._conversion.sites[name].routes
             if not is_same or (name in plain) != (name in self._conversion.plain):
                 routes[name] = new
-        if routes or off_chains != self._conversion.off_chains:
-            self._conversion.use_routes(routes, plain, keep_classes=True, off_chains=off_chains)
+        is_same = off_chains == self._conversion.off_chains
+        if routes or not is_same or has_relus != self._conversion.has_relus:
+            self._conversion.use_routes(
+                routes, plain, keep_classes=True, off_chains=off_chains, has_relus=has_relus
+            )
             self._keep(self._conversion.sites)
 
     def _keep(self, changed: Iterable[str]) -> None:
@@ -438,6 +465,12 @@ class _Switch:
                 if b.startswith((CHAIN_DATA, CHAIN_SCALE)):
                     first = self._of_chains.setdefault((name, b), module._buffers[b])
                     module._buffers[b] = first
+
+
+def _has_relus(groups: Sequence[Group], off: Off) -> bool:
+    """Whether products apply relus: not with everything off, which is nn.Linear to the bit."""
+    is_everything = bool(groups) and len(off) == len(groups)
+    return not is_everything and all(groups[place].gemm != RELU for place in off)
 
 
 def _dropped(route: Route, why: str) -> Route:

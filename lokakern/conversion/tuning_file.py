@@ -35,7 +35,7 @@ from lokakern.version import __version__
 if TYPE_CHECKING:
     from lokakern.conversion.convert import Conversion
 
-FORMAT, VERSION = "lokakern tuning", 2
+FORMAT, VERSION = "lokakern tuning", 3
 LARGEST_FILE_BYTES = 16 * 2**20  # 10 000 layers
 _REMEDY = "tune again, and save"
 
@@ -88,6 +88,7 @@ class TuningFile(Struct, forbid_unknown_fields=True, frozen=True):
     kernels: dict[_Name, _Name]
     sites: Annotated[list[TunedSite], Meta(max_length=100_000)]
     chains: Annotated[list[TunedChain], Meta(max_length=100_000)]
+    has_relus: bool  # whether products apply the relu behind them
     digest: _Name = ""
 
     @property
@@ -109,6 +110,7 @@ def file_of(
     gain: tuple[float, float, float],
     is_graph: bool,
     dropped_chains: Collection[ChainSites] = (),
+    has_relus: bool = True,
 ) -> TuningFile:
     """The content for a conversion whose routes before the tuning are these."""
     sites, gemms = [], {s.name: [r.gemm for r in s.routes] for s in conversion.sites.values()}
@@ -126,7 +128,7 @@ def file_of(
     found = TuningFile(
         FORMAT, VERSION, __version__, str(torch.__version__), now_utc_ms(),
         asdict(_device(conversion)), conversion.is_inference, is_graph, gain,
-        _kernels(every, plans.values()), sites, chains,
+        _kernels(every, plans.values()), sites, chains, has_relus,
     )  # fmt: skip
     return msgspec.structs.replace(found, digest=_digest(found))
 

@@ -245,6 +245,15 @@ at::Tensor quantized(const at::Tensor& given, const at::Tensor& weight,
 
 }  // namespace
 
+bool is_unquantized(PyObject* plan, PyObject* describe, int64_t m) {
+  if (is_none(plan)) return true;  // of the class: no route
+  const auto text = pybind11::handle(plan).cast<std::string_view>();
+  if (text.empty()) return true;
+  const Routes* const routes = routes_of(plan, describe);  // none of an altered weight
+  return routes && text.substr(0, text.find('\0')).find("held") == text.npos &&
+         !(*routes)[0].quantizes_at(m);
+}
+
 PyObject* call_layer(PyObject*, PyObject* const* given, Py_ssize_t count) {
   if (count != 3 && count != 6) {
     PyErr_SetString(PyExc_TypeError, "call_layer: expected 3 or 6 arguments");

@@ -2,6 +2,8 @@
 
 #include <torch/csrc/python_headers.h>
 
+#include <cstdint>
+
 namespace lokakern {
 
 // call_layer(layer, x, describe[, activation, activating, find]): the output of a
@@ -9,6 +11,9 @@ namespace lokakern {
 // routes of a plan, or None; ``find`` the kernel that activates and quantizes x.
 // Raises C++ exceptions, such as LaunchFailure.
 PyObject* call_layer(PyObject*, PyObject* const* given, Py_ssize_t count);
+
+// Whether a layer of a plan multiplies its own weight, whole and in bfloat16, at m rows.
+bool is_unquantized(PyObject* plan, PyObject* describe, int64_t m);
 
 // call_chain(x, recipe, owner, beside): the output of a chain by a `lokakern.nn.chain_call.Recipe`,
 // or None where its modules changed, where x or a tensor ``beside`` is unusual, where a gradient is

@@ -6,6 +6,7 @@
 #include "sequence.h"
 
 #include <ATen/Context.h>
+#include <ATen/ops/_addmm_activation.h>
 #include <ATen/ops/batch_norm.h>
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/layer_norm.h>
@@ -32,6 +33,9 @@ enum class Kind {
   kConverted, kLinear, kRelu, kLayerNorm, kBatchNorm, kDropout, kGelu, kSilu, kSigmoid, kTanh,
   kIdentity
 };
+
+// A state of a place, see `_states_at` in Python: a product that applies the relu behind it.
+constexpr long kRectified = 3;
 
 struct KnownClass {
   py::object type, forward;
@@ -251,6 +255,38 @@ py::object called(PyObject* module, const py::object& x, PyObject* describe) {
   return py::reinterpret_steal<py::object>(PyObject_CallOneArg(module, x.ptr()));
 }
 
+// A layer and the relu behind it in one launch, as `lokakern.nn.rectified`; undefined if Python has
+// to look.
+at::Tensor rectified(PyObject* layer, PyObject* relu, const py::object& input, PyObject* describe) {
+  PyObject *const dict = dict_of(layer), *const other = dict_of(relu);
+  const auto *const known = classes().find(layer), *const last = classes().find(relu);
+  if (!dict || !other || !known || !last || known->kind != Kind::kConverted ||
+      last->kind != Kind::kRelu || !THPVariable_CheckExact(input.ptr()) ||
+      !is_plain(dict, *known) || !is_plain(other, *last) || item(dict, names().weight) ||
+      item(dict, names().bias))
+    return {};
+  const at::Tensor& x = THPVariable_Unpack(input.ptr());
+  PyObject* const parameters = item(dict, names().parameters);
+  const auto weight = tensor_in(item(parameters, names().weight)),
+             bias = tensor_in(item(parameters, names().bias));
+  if (!weight || !bias || x.dim() < 2 || x.size(-1) != weight->size(-1)) return {};
+  for (const at::Tensor* each : {&x, &*weight, &*bias})
+    if (each->scalar_type() != at::kBFloat16 || each->device() != x.device() ||
+        (at::GradMode::is_enabled() && each->requires_grad()))
+      return {};
+  if (at::autocast::is_autocast_enabled(x.device().type()) ||
+      !is_unquantized(item(dict, names().plan), describe, row_count(x)))
+    return {};
+  return without_gil([&] {
+    const at::Tensor rows = x.dim() == 2 ? x : x.reshape({-1, x.size(-1)});
+    at::Tensor y = at::_addmm_activation(*bias, rows, weight->t());
+    if (x.dim() == 2) return y;
+    auto sizes = x.sizes().vec();
+    sizes.back() = y.size(-1);
+    return y.view(sizes);
+  });
+}
+
 }  // namespace
 
 PyObject* call_sequence(PyObject*, PyObject* const* given, Py_ssize_t count) {
@@ -300,6 +336,14 @@ PyObject* call_sequence(PyObject*, PyObject* const* given, Py_ssize_t count) {
       y = called(children[place++].ptr(), y, given[2]);
       if (!y) return nullptr;
       continue;
+    }
+    if (state == kRectified && place + 1 < children.size()) {
+      at::Tensor both = rectified(children[place].ptr(), children[place + 1].ptr(), y, given[2]);
+      if (both.defined()) {
+        y = py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(both)));
+        place += 2;
+        continue;
+      }
     }
     const auto handed = py::reinterpret_steal<py::object>(PyObject_CallMethodObjArgs(
         of.sequence.ptr(), of.handed, given[0], y.ptr(), here.ptr(), rows.ptr(), handoff.ptr(),

@@ -11,7 +11,7 @@ the host 87 us where its two kernels of a sum take 27. An operand of several pro
 once for all.
 
 And generated code calls `routed_gemm` and its like below, which replay a call without the checks
-that torch makes for any op.
+that torch makes for any op, and a product with a relu as it calls other products of torch.
 
 Inductor's functions for this are not stable. Without them products are right, but not fused.
 """
@@ -99,6 +99,24 @@ def fuse_quantizers() -> None:
     for name in ("activated_gemm", "weight_gradient", "routed_chain"):
         op = getattr(ops, name).default
         register_lowering(op, type_promotion_kind=None)(called(name))
+    rectify = torch.ops.aten._addmm_activation
+    call_rectified = fallback_handler(rectify.default, add_to_fallback_set=False)  # type: ignore[no-untyped-call]
+
+    def rectified(
+        bias: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1, use_gelu: bool = False
+    ) -> Any:
+        if V.graph.cpp_wrapper or beta != 1 or alpha != 1 or use_gelu:
+            return call_rectified(bias, a, b, beta=beta, alpha=alpha, use_gelu=use_gelu)
+        inputs = [ir.ExternKernel.realize_input(x) for x in (bias, a, b)]
+        sizes = [a.get_size()[0], b.get_size()[1]]
+        layout = ir.FixedLayout(a.get_device(), a.get_dtype(), sizes)
+        made = ir.ExternKernelOut(
+            layout=layout, inputs=inputs, python_kernel_name="torch._addmm_activation",
+            op_overload=rectify.out,
+        )  # fmt: skip
+        return ir.TensorBox.create(made)
+
+    register_lowering(rectify.default, type_promotion_kind=None)(rectified)
 
 
 def _call_directly(ir: Any, graph: Any, op: Any, name: str) -> None:

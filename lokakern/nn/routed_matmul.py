@@ -597,27 +597,7 @@ class RoutedLinear(torch.autograd.Function):
         if is_grad_enabled() and not is_compiling():
             weight = weight if ctx.given is None else unchanged(*ctx.given)
             return *_gradients(grad, x, weight, needs), *[None] * 9
-        grad_x = grad_weight = grad_bias = None
-        if needs[1]:
-            # First, and of the gradient without a copy: Inductor materializes the operands of an
-            # opaque op, and later uses read that. With a copy, or scales computed before this
-            # product, it would recompute the gradient of a norm for each use.
-            if ctx.to_weight == PLAIN:
-                grad_weight = grad.t() @ x
-            else:
-                grad_weight = OPS.weight_gradient(grad, x, ctx.to_weight)
-            grad_weight = grad_weight.to(ctx.dtype)
-        if needs[0]:
-            if ctx.to_input == PLAIN:
-                grad_x = grad @ weight
-            else:
-                is_checked = weight is None and sampled_check.is_checked(ctx.to_input)
-                if is_checked and _is_unchanged(*ctx.given):
-                    weight = ctx.given[0]
-                grad_x = multiply(grad, weight, turned, turned_scale, None, ctx.to_input, "", False)
-        if needs[2]:
-            grad_bias = grad.sum(0)
-        return grad_x, grad_weight, grad_bias, *[None] * 9
+        return *routed_gradients(ctx, grad, x, weight, turned, turned_scale), *[None] * 9
 
 
 class TurnedLinear(RoutedLinear):
@@ -646,6 +626,35 @@ class TurnedLinear(RoutedLinear):
         if needs[2]:
             grad_bias = grad.sum(0)
         return grad_x, grad_weight, grad_bias, *[None] * 9
+
+
+def routed_gradients(
+    ctx: Any, grad: Tensor, x: Tensor, weight: Any, turned: Tensor | None,
+    turned_scale: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """Gradients of x, weight and bias by their routes."""
+    needs = ctx.needs_input_grad
+    grad_x = grad_weight = grad_bias = None
+    if needs[1]:
+        # First, and of the gradient without a copy: Inductor materializes the operands of an
+        # opaque op, and later uses read that. With a copy, or scales computed before this
+        # product, it would recompute the gradient of a norm for each use.
+        if ctx.to_weight == PLAIN:
+            grad_weight = grad.t() @ x
+        else:
+            grad_weight = OPS.weight_gradient(grad, x, ctx.to_weight)
+        grad_weight = grad_weight.to(ctx.dtype)
+    if needs[0]:
+        if ctx.to_input == PLAIN:
+            grad_x = grad @ weight
+        else:
+            is_checked = weight is None and sampled_check.is_checked(ctx.to_input)
+            if is_checked and _is_unchanged(*ctx.given):
+                weight = ctx.given[0]
+            grad_x = multiply(grad, weight, turned, turned_scale, None, ctx.to_input, "", False)
+    if needs[2]:
+        grad_bias = grad.sum(0)
+    return grad_x, grad_weight, grad_bias
 
 
 def _gradients(grad: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool]) -> list[Any]:

@@ -5,7 +5,8 @@ magnitudes. So the scale of the next layer's input is static and quantizing is e
 torch.compile fuses into the norm: there is no separate quantizer that reads the whole tensor.
 
 After an activation without a norm scales are dynamic. In inference, where its output has no other
-use, a kernel of the registry activates and quantizes in one pass. And several layers may run as a
+use, a kernel of the registry activates and quantizes in one pass. Where neither the layer before a
+relu nor the one behind it quantizes, the product applies the relu. And several layers may run as a
 chain, in one op (`lokakern.nn.routed_chain`).
 """
 
@@ -42,6 +43,7 @@ from lokakern.nn.chain_call import (
 from lokakern.nn.chain_plan import read_plan
 from lokakern.nn.linear import Linear, described, quantizes
 from lokakern.nn.linear_norm_act import LinearNormAct
+from lokakern.nn.rectified import multiply_rectified, traced_way
 from lokakern.nn.routed_matmul import PLAIN, kernel_at, reads_rows
 from lokakern.norm import norm_named, static_scale
 from lokakern.quantized_tensor import ROW_BYTES
@@ -66,6 +68,8 @@ class Handoff(NamedTuple):
         activating: For an activation that only the next module reads, the route of kernels that
             activate and quantize; "" for other modules.
         chains: For the first module of a chain, its plan (`lokakern.nn.chain_plan`); "" for others.
+        rectified: For a layer before a relu, the route of products that apply it
+            (`lokakern.nn.rectified`); "" for other modules.
     """
 
     key: str = ""
@@ -73,6 +77,7 @@ class Handoff(NamedTuple):
     scales: tuple[str, ...] = ()
     activating: tuple[str, ...] = ()
     chains: tuple[str, ...] = ()
+    rectified: tuple[str, ...] = ()
 
 
 _ROWWISE = frozenset((
@@ -123,7 +128,7 @@ class BoundedSequential(nn.Sequential):
         if [word[0] for word in words] != [_kind(module) for module in modules]:
             return super().forward(input)  # type: ignore[no-any-return, no-untyped-call]
         scales, activating = tuple(w[1] for w in words), tuple(w[2] for w in words)
-        chains = tuple(w[3] for w in words)
+        chains, rectified = tuple(w[3] for w in words), tuple(w[4] for w in words)
         place = 0
         while place < len(modules):
             if chains[place]:
@@ -133,6 +138,8 @@ class BoundedSequential(nn.Sequential):
                     continue
             module, route = modules[place], activating[place]
             done = None
+            if rectified[place]:
+                done = multiply_rectified(module, modules[place + 1], input, rectified[place])
             reader = modules[place + 1] if route else None
             # A module that was converted separately may have been undone separately.
             if (
@@ -184,7 +191,7 @@ class BoundedSequential(nn.Sequential):
 
     def _handed(self, input: Tensor, place: int, m: int, handoff: Handoff) -> tuple[Tensor, int]:
         """The output of the module at a place, or of a chain, and the place after it."""
-        _, modules, scales, activating, chains = handoff
+        _, modules, scales, activating, chains, rectified = handoff
         module, plan, route, scale = modules[place], chains[place], activating[place], scales[place]
         if plan:
             found, end = call_again(self, input, plan, modules, place=place)
@@ -192,6 +199,10 @@ class BoundedSequential(nn.Sequential):
                 found, end = _called(input, modules, place, plan, self)
             if found is not None:
                 return found, end
+        if rectified[place]:
+            done = multiply_rectified(module, modules[place + 1], input, rectified[place])
+            if done is not None:
+                return done, place + 2
         # A module that was converted separately may have been undone separately.
         reader = modules[place + 1] if route else None
         if (
@@ -231,24 +242,32 @@ class BoundedSequential(nn.Sequential):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        # Files of earlier versions have no chains.
+        # Files of earlier versions lack the last columns.
         self._handoffs = tuple(
-            h if h.chains else h._replace(chains=("",) * len(h.modules)) for h in self._handoffs
+            Handoff(h.key, h.modules, *(x or ("",) * len(h.modules) for x in h[2:]))
+            for h in self._handoffs
         )
         if any(map(any, (x for handoff in self._handoffs for x in handoff[2:]))):
-            prepare_chains(_is_idle)
+            prepare_chains(_is_idle, traced_way)
         _write_known(self)
 
 
 @functools.lru_cache(maxsize=4096)
 def _states_at(
-    scales: tuple[str, ...], activating: tuple[str, ...], chains: tuple[str, ...], m: int
-) -> tuple[int, ...]:
-    """For each place 0 if nothing is set, 1 if what is set does not hold at m, 2 if it may."""
+    scales: tuple[str, ...], activating: tuple[str, ...], chains: tuple[str, ...],
+    rectified: tuple[str, ...], m: int,
+) -> tuple[int, ...]:  # fmt: skip
+    """For each place 0 if nothing is set, and else 1 if it does not hold at m, 2 if it may.
+
+    3 if all that may hold is a relu in a product, which C++ computes.
+    """
     found = []
-    for scale, route, plan in zip(scales, activating, chains, strict=True):
+    for scale, route, plan, joined in zip(scales, activating, chains, rectified, strict=True):
         is_idle = not scale and m >= 0 and not kernel_at(route, m) and is_idle_at(plan, m)
-        found.append((1 if is_idle else 2) if scale or route or plan else 0)
+        if is_idle and kernel_at(joined, m):
+            found.append(3)
+        else:
+            found.append((1 if is_idle else 2) if scale or route or plan or joined else 0)
     return tuple(found)
 
 
@@ -260,8 +279,8 @@ def _is_idle(known: str, m: int) -> bool:
     if m < 0 or not known.endswith(_KEEPS_ROWS):
         return False
     words = (word.split("\0") for word in known.removesuffix(_KEEPS_ROWS).split("\1"))
-    _, scales, activating, chains = zip(*words, strict=True)
-    return max(_states_at(scales, activating, chains, m)) < 2
+    _, *columns = zip(*words, strict=True)
+    return max(_states_at(*columns, m)) < 2
 
 
 def _drops_scale(module: Linear, m: int) -> bool:
@@ -390,6 +409,7 @@ def set_handoff(
     activating: Sequence[str],
     key: str = "",
     chains: Sequence[str] = (),
+    rectified: Sequence[str] = (),
 ) -> None:
     """Apply a conversion's settings for the current modules of a sequence.
 
@@ -399,11 +419,13 @@ def set_handoff(
         activating: For each module.
         key: Of the conversion.
         chains: For each module; () means none. The layers keep the FP8 weights that they read.
+        rectified: For each module; () means none.
 
     Raises:
         UnsupportedError: The modules at a place are not the layers of its chain.
     """
-    modules, chains = tuple(sequence), tuple(chains) or ("",) * len(sequence)
+    modules, none = tuple(sequence), ("",) * len(sequence)
+    chains, rectified = tuple(chains) or none, tuple(rectified) or none
     for place, plan in enumerate(chains):
         if plan and not _parts_at(modules, place, words_of_plan(plan), in_call=False)[0]:
             found = ", ".join(str(module) for module in modules[place:])
@@ -412,12 +434,12 @@ def set_handoff(
                 f"are {found}"
             )
     _drop_chain_weights(sequence, key)
-    handoff = Handoff(key, modules, tuple(scales), tuple(activating), chains)
+    handoff = Handoff(key, modules, tuple(scales), tuple(activating), chains, rectified)
     sequence._handoffs = (*_others(sequence, key), handoff)  # type: ignore[assignment]
     for layer, granularity in _chain_weights(handoff):
         layer.keep_chain_weight(key, granularity)
     if any(map(any, handoff[2:])):
-        prepare_chains(_is_idle)
+        prepare_chains(_is_idle, traced_way)
     if type(sequence) is nn.Sequential:
         sequence.__class__ = BoundedSequential  # last, for concurrent calls
     _write_known(sequence)

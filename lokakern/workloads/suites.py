@@ -188,7 +188,7 @@ def _zoo(fp8: Format) -> Iterator[Case]:
 
 def _zoo_chains(fp8: Format) -> Iterator[Case]:
     for layer in zoo_layers.CHAIN_LAYERS:
-        for m in zoo_layers.CHAIN_BATCHES:
+        for m in zoo_layers.BATCHES:
             yield from chain_layer_cases(
                 m, layer.n, layer.k, layer.epilogue, layer.distribution, fp8, first=layer.first,
                 later=layer.later,

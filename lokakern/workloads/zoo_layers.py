@@ -72,7 +72,6 @@ LAYERS: tuple[Layer, ...] = (
     Layer("ple", 256, 32, "X8", count=2),
 )
 
-CHAIN_BATCHES = (2048, 8192, 32768)  # samples
 
 RELU, LAST = "bias+relu", "bias"
 DOWN, CROSS = "none", "bias+cross"  # of a cross of low rank

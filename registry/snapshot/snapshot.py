@@ -434,6 +434,15 @@ class Snapshot:
             if (where, status) == (here, "ok") and self._is_current(kernel)
         }
 
+    def is_timed(self, kernel: str, device: Device) -> bool:
+        """Whether a kernel, as it is now, was timed with success on a device, at any problem."""
+        where = {"device": row_keys.key_of(device), "status": "ok"}
+        return any(
+            self._facts.has("timing", kernel=key, **where)
+            for key in self._by_key["kernel"]
+            if self._entity(KernelRow, key).name == kernel and self._is_current(key)
+        )
+
     def timings_on(self, device: Device, regime: str) -> Iterator[TimingCell]:
         """Every timing on a device in a regime."""
         key = row_keys.key_of(device)

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
 from lokakern.nn import linear
 from lokakern.nn.linear import Linear
+from lokakern.nn.rectified import rectified_between
 from lokakern.nn.routed_matmul import PLAIN, route_text
+from lokakern.nn.static_handoff import set_handoff
 from lokakern.types import Granularity
 from tests.support.routed_layers import (
     BLOCK_KERNEL,
@@ -182,3 +184,19 @@ def test_products_are_correct_without_inductors_functions(monkeypatch: pytest.Mo
         found, products = compiled(lambda x: layer(x.relu()), rows())
         assert torch.equal(found, layer(rows().relu()))
     assert products == [(True, False)]
+
+
+def test_a_product_with_a_relu_is_called_as_other_products_are() -> None:
+    first, second = (Linear(K, K, dtype=torch.bfloat16) for _ in range(2))
+    model = nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), Linear(K, 8, dtype=torch.bfloat16))
+    none = [""] * len(model)
+    set_handoff(model, none, none, rectified=rectified_between(model))
+    x, frozen = rows(48, K), model.requires_grad_(False)
+    torch._dynamo.reset()
+    call = torch.compile(frozen, fullgraph=True, dynamic=False)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        y, codes = run_and_get_code(call, x)
+    assert torch.equal(y, frozen(x))
+    (code,) = codes
+    assert len(re.findall(r"^ *torch\._addmm_activation\(.*out=buf\d+\)", code, re.MULTILINE)) == 2
+    assert "relu" not in code.replace("_relu", "")

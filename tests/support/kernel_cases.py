@@ -15,6 +15,7 @@ load_kernels()
 ACTIVATING = ("cuda.activate_quantize_row",)  # of op norm_quantize, without a norm
 # Of op gemm_norm, without a norm.
 CROSSING = tuple(sorted(name for name in KERNELS if "cuda.gemm_cross" in name))
+RECTIFYING = ("torch.bf16_relu",)
 
 
 def cases(*ops: str) -> list[Any]:

@@ -23,7 +23,7 @@ from lokakern.types import (
     Rejected,
     empty_data,
 )
-from tests.support.kernel_cases import ACTIVATING, CROSSING, cases, drawn
+from tests.support.kernel_cases import ACTIVATING, CROSSING, RECTIFYING, cases, drawn
 
 LASTS = (
     {}, {"activation": "relu"}, {"activation": "hardswish"}, {"activation": "silu"},
@@ -33,8 +33,9 @@ LASTS = (
 )  # fmt: skip
 OUTPUTS = (Granularity.NONE, Granularity.ROW, Granularity.GROUP, Granularity.TENSOR)
 VECTORS = ((), ("bias",), ("norm_weight",), ("bias", "norm_weight", "norm_bias"))
-# Of all but those that normalize nothing, see test_activate_quantize.py and test_gemm_cross.py.
-CASES = [case for case in cases(*ops.NORM_OPS) if case.values[0] not in (*ACTIVATING, *CROSSING)]
+# Of all but those that normalize nothing, which have tests of their own.
+_OTHERS = (*ACTIVATING, *CROSSING, *RECTIFYING)
+CASES = [case for case in cases(*ops.NORM_OPS) if case.values[0] not in _OTHERS]
 
 
 def epilogue_of(

@@ -1,0 +1,170 @@
+"""A linear layer in bfloat16 and the relu behind it in one launch, `torch.bf16_relu`.
+
+Compiled code also has its gradients. In eager mode a layer that needs some runs as it is, because
+an autograd function in Python would take the host longer than the launch that it saves.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, _addmm_activation, bfloat16, is_grad_enabled, nn
+from torch.compiler import is_compiling
+from torch.nn import Parameter
+
+from lokakern.functional.checks import is_traced
+from lokakern.nn.chain_call import is_plain_call, rows_in, static_rows
+from lokakern.nn.linear import (
+    ALTERED,
+    OFFLOADED,
+    Linear,
+    _fits,
+    _wants_gradients,
+    fuse_quantizers,
+)
+from lokakern.nn.routed_matmul import (
+    PLAIN,
+    RoutedLinear,
+    quantizes_at,
+    route_text,
+    routed_gradients,
+    segments_of,
+)
+from lokakern.types import Granularity
+
+KERNEL = "torch.bf16_relu"
+# Columns in 16 bytes: cuBLAS is slow where rows do not begin at multiples, and a compiler pads
+# them. At k = 479 and 32768 rows an MLP took 1.31 times as long with the relu in its products.
+COLUMNS = 8
+
+
+def rectified_between(sequence: nn.Sequential) -> tuple[str, ...]:
+    """For each module the route of products that apply the relu behind it, or "".
+
+    Not where the layer quantizes, nor where the next one does, whose quantizer applies the relu.
+    """
+    modules = list(sequence)
+    found = [PLAIN] * len(modules)
+    for place, (layer, relu) in enumerate(itertools.pairwise(modules)):
+        if type(layer) is Linear and type(relu) is nn.ReLU and _is_usual(layer):
+            reader = modules[place + 2] if place + 2 < len(modules) else None
+            then = reader._routes[0] if isinstance(reader, Linear) else PLAIN
+            found[place] = route_between(layer._routes[0], then)
+    return tuple(found)
+
+
+def _is_usual(layer: Linear) -> bool:
+    is_aligned = layer.in_features % COLUMNS == layer.out_features % COLUMNS == 0
+    is_whole = layer.padding == (0, 0) and not layer.is_mixing and not layer.is_held
+    return is_aligned and is_whole and layer.bias is not None and layer.weight.dtype is bfloat16
+
+
+def route_between(own: str, then: str) -> str:
+    """The route of `KERNEL` at the m at which neither of two routes has a kernel."""
+    both = []
+    for parts in zip(segments_of(own), segments_of(then), strict=True):
+        starts = sorted({start for part in parts for start, _ in part})
+        both.append([
+            (start, "" if any(_has_kernel(part, start) for part in parts) else KERNEL)
+            for start in starts
+        ])  # fmt: skip
+    return route_text(Granularity.NONE, *both)
+
+
+def _has_kernel(segments: Sequence[tuple[int, bool]], m: int) -> bool:
+    return segments[bisect_right(segments, m, key=lambda segment: segment[0]) - 1][1]
+
+
+def multiply_rectified(layer: nn.Module, relu: nn.Module, x: Any, route: str) -> Tensor | None:
+    """``relu(layer(x))`` in one launch, or None where both modules have to run.
+
+    That is where the route has no kernel at this m, with hooks, dtypes other than bfloat16 and
+    unusual tensors, and in eager mode with gradients.
+
+    Args:
+        layer: A layer.
+        relu: The module behind it.
+        x: The input.
+        route: See `rectified_between`.
+    """
+    if type(layer) is not Linear or type(relu) is not nn.ReLU:
+        return None
+    weight, bias = layer.weight, layer.bias
+    if bias is None or not (is_plain_call(layer) and is_plain_call(relu)):
+        return None
+    if is_compiling():
+        if not isinstance(x, Tensor) or hasattr(x, "device_mesh") or x.is_meta or x.is_nested:
+            return None
+        if type(weight) is not Parameter and hasattr(weight, "device_mesh"):
+            return None
+        m = static_rows(x)
+    else:
+        m = rows_in(x)
+        if m < 0 or is_traced() or x.is_meta or type(weight) not in (Parameter, Tensor):
+            return None
+    if x.dim() < 2 or x.shape[-1] != layer.in_features:
+        return None
+    way = traced_way if is_compiling() else rectifying_way
+    found = way(layer._plan, route, m, x.dtype, weight.dtype, x.device.type)
+    if not found:
+        return None
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    if is_grad_enabled() and _wants_gradients(x, weight, bias):
+        if not is_compiling():
+            return None
+        y: Tensor = RectifiedLinear.apply(rows, weight, bias, *found.split("\0")[1:])  # type: ignore[no-untyped-call]
+    else:
+        y = _addmm_activation(bias, rows, weight.t())
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
+
+
+def rectifying_way(
+    plan: str, route: str, m: int, dtype: torch.dtype, weight_dtype: torch.dtype, device: str
+) -> str:
+    """A word, and the routes of both gradients; "" where the modules have to run.
+
+    It reads the state of autocast, which Dynamo guards. ``m`` is -1 if it is dynamic.
+    """
+    is_at = quantizes_at((route,), m) if m >= 0 else _is_at_any(route)
+    if not is_at or not (dtype is weight_dtype is bfloat16 and _fits(dtype, weight_dtype, device)):
+        return ""
+    if torch._C._are_functorch_transforms_active():
+        return ""
+    flags, _, to_output, *gradients = plan.split("\0") if plan else ("", "", PLAIN, PLAIN, PLAIN)
+    is_quantized = quantizes_at((to_output,), m) if m >= 0 else to_output != PLAIN
+    if ALTERED in flags or OFFLOADED in flags or is_quantized:
+        return ""
+    return "\0".join(("at", *gradients))
+
+
+def traced_way(*given: Any) -> str:
+    """`rectifying_way` as a constant for compilers."""
+    fuse_quantizers()  # and the call of the product
+    return rectifying_way(*given)
+
+
+def _is_at_any(route: str) -> bool:
+    return all(name for part in segments_of(route) for _, name in part)
+
+
+class RectifiedLinear(RoutedLinear):
+    """`RoutedLinear` with an unquantized output and a relu; only for compiled graphs."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, to_input: str, to_weight: str
+    ) -> Tensor:
+        ctx.to_input, ctx.to_weight, ctx.dtype = to_input, to_weight, weight.dtype
+        y = _addmm_activation(bias, x, weight.t())
+        ctx.save_for_backward(x, weight, y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        x, weight, y = ctx.saved_tensors
+        grad = torch.ops.aten.threshold_backward(gradients[0], y, 0)
+        return *routed_gradients(ctx, grad, x, weight, None, None), None, None

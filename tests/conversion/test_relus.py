@@ -1,0 +1,138 @@
+"""Relus in products of a conversion: where, by which measurements, and tuned as one group."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import lokakern
+from lokakern.conversion.convert import Conversion
+from lokakern.conversion.tune import Tuning, tune
+from lokakern.nn.rectified import KERNEL
+from lokakern.nn.routed_matmul import kernel_at
+from lokakern.problems import make_problem
+from lokakern.selection import dispatcher
+from tests.conversion.test_tune import M, On, Script
+from tests.support.conversions import H200, K, N, measured
+from tests.support.measurements import Book, time
+
+RELUS = ("relus", "relu")
+convert = functools.partial(lokakern.convert, distribution="X1", device=H200)
+
+
+@pytest.fixture
+def known(tmp_path: Path) -> Iterator[Book]:
+    relu = time(KERNEL, make_problem("gemm_norm", (512, 8, 8), epilogue="bias+relu"), 3.0)
+    book = Book(tmp_path / "rows.sqlite").write(*measured(), relu)
+    book.use()
+    yield book
+    dispatcher.use_snapshot(None)
+
+
+def model_of() -> nn.Sequential:
+    """Only layer 2 was measured: from 256 rows on it is quantized."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(32, K), nn.ReLU(), nn.Linear(K, N), nn.ReLU(), nn.Linear(N, 40), nn.ReLU(),
+        nn.Linear(40, 1),
+    ).bfloat16()  # fmt: skip
+
+
+def ms(route: str) -> list[bool]:
+    return [bool(kernel_at(route, m)) for m in (16, 128, 512)]
+
+
+def test_products_that_nothing_around_quantizes_apply_relus(known: Book) -> None:
+    model = model_of()
+    handle = convert(model, 0.06)
+    assert {name: ms(route) for name, route in handle.rectified.items()} == {
+        "0": [True, True, False], "2": [True, True, False], "4": [True, True, True],
+    }  # fmt: skip
+    handle.undo()
+    assert type(model) is nn.Sequential
+
+
+def test_a_model_of_which_nothing_was_measured_has_them(
+    known: Book, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = nn.Sequential(nn.Linear(32, 40), nn.ReLU(), nn.Linear(40, 8)).bfloat16()
+    handle = convert(model, 0.06, inference=True)
+    assert list(handle.rectified) == ["0"]
+    handle.table()
+    assert f"{KERNEL} applies the relu behind 0" in capsys.readouterr().out
+
+
+def test_no_relu_where_the_kernel_was_not_timed_or_sequences_are_left_alone(
+    known: Book, tmp_path: Path
+) -> None:
+    assert convert(model_of(), 0.06).rectified
+    assert not convert(model_of(), 0.06, between=False).rectified
+    assert not convert(model_of(), kernels="bf16", distribution=None).rectified
+    assert not convert(model_of().float(), 0.06).rectified
+    Book(tmp_path / "others.sqlite").write(*measured()).use()
+    assert not convert(model_of(), 0.06).rectified
+
+
+class ReluScript(Script):
+    """Times that also follow from the relus."""
+
+    def on(self) -> On:
+        is_on = any(kernel_at(route, M) for route in self.handle.rectified.values())
+        return super().on() | ({RELUS} if is_on else set())
+
+
+def tuned(gain_us: float) -> tuple[Tuning, Conversion]:
+    model = model_of()
+    handle = convert(model, 0.06)
+    x = torch.randn(M, 32).bfloat16()
+
+    def step() -> None:
+        with torch.no_grad():
+            model(x)
+
+    gains = {"relu": gain_us, "output": 5.0, "grad_input": 1.0, "grad_weight": 1.0}
+    script = ReluScript(handle, lambda on: 100.0 - sum(gains[gemm] for _, gemm in on))
+    return tune(handle, step, make_timer=script), handle
+
+
+def test_tuning_keeps_relus_that_gain(known: Book, tmp_path: Path) -> None:
+    found, handle = tuned(2.0)
+    outcomes = {t.group.gemm: t for t in found.groups}
+    assert list(outcomes)[-1] == "relu" and outcomes["relu"].is_kept
+    assert outcomes["relu"].group.sites == ("4",) and outcomes["relu"].group.kernels == (KERNEL,)
+    assert handle.has_relus
+    found.save(tmp_path / "tuned.json")
+    other = convert(model_of(), 0.06, tuned=tmp_path / "tuned.json")
+    assert other.rectified == handle.rectified
+
+
+def test_tuning_drops_relus_that_lose(known: Book, tmp_path: Path) -> None:
+    found, handle = tuned(-2.0)
+    outcomes = {t.group.gemm: t for t in found.groups}
+    assert outcomes["output"].is_kept and not outcomes["relu"].is_kept
+    assert not handle.has_relus and not handle.rectified
+    found.save(tmp_path / "tuned.json")
+    other = convert(model_of(), 0.06, tuned=tmp_path / "tuned.json")
+    assert not other.rectified
+    other.refresh()
+    assert other.rectified
+
+
+def test_a_model_that_does_not_gain_is_that_of_nn_linear(known: Book) -> None:
+    model = model_of()
+    handle = convert(model, 0.06)
+    x = torch.randn(M, 32).bfloat16()
+
+    def step() -> None:
+        with torch.no_grad():
+            model(x)
+
+    found = tune(handle, step, make_timer=ReluScript(handle, lambda on: 100.0 + len(on)))
+    assert found.after is None and not handle.rectified
+    with torch.no_grad():
+        assert torch.equal(model(x), model_of()(x))
