@@ -23,8 +23,8 @@ def calls(kind: str) -> dict[str, Callable[[], Any]]:
     a = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
     w = torch.randn(N, K, device="cuda", dtype=torch.bfloat16)
     if kind == "cupy":
-        cupy = pytest.importorskip("cupy")
-        pytest.importorskip("ml_dtypes")
+        cupy = pytest.importorskip("cupy", reason="needs a GPU of a machine with it")
+        pytest.importorskip("ml_dtypes", reason="needs a GPU of a machine with it")
         a, w = cupy.from_dlpack(a), cupy.from_dlpack(w)
     left, right, b = lokakern.quantize(a), lokakern.quantize(w).t(), w.T
     return {
