@@ -15,6 +15,9 @@ from lokakern.types import Device, Format, Problem, norm_form
 FP8_GPUS = frozenset({"sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "gfx942", "gfx950"})
 # A block may have 99 KiB of shared memory there, 227 on sm_90.
 _SMALL = frozenset({"sm_89", "sm_120"})
+# Triton does not promote the sums of their mma.sync. An FP8 sum that is never promoted reaches 4.34
+# of the bound of 8 at k = 2048 on sm_90, in proportion to k (`PROMOTED_KERNEL_ERR_BOUND`).
+_UNPROMOTED_LARGEST_K = 2048
 # With the launches of sm_90 (griddepcontrol, clusters), and without its products.
 _BLACKWELL = frozenset({"sm_100", "sm_103", "sm_120"})
 # The first torch whose row-wise kernel for sm_89 runs on the current stream (pytorch issue 177651).
@@ -32,20 +35,41 @@ def claimed(kernel: str, architectures: frozenset[str]) -> frozenset[str]:
 
 
 def limit(kernel: str, problem: Problem, device: Device) -> str | None:
-    """Why a kernel of lokakern does not do on a device what its file says, or None."""
-    architecture = device.architecture
-    if architecture in _SMALL and kernel.startswith(("triton.gemm_norm", "triton.gemm_block_norm")):
-        # Tiles of 384 and 512 columns take 112 and 144 KiB, and so does that of 128 rows by 256,
-        # which a program has where k is long or a row has several blocks.
-        columns = norm_form(problem.epilogue).norm.block or problem.n
-        if columns > 256 or (columns == 256 and (problem.k > 512 or problem.n > 256)):
-            return (
-                f"{columns} columns together, k={problem.k}, do not fit 99 KiB of shared memory on "
-                f"{architecture}; less than 256 do, and rows of 256 with k <= 512"
-            )
-    if kernel.startswith("torch.scaled_mm_row") and architecture in (*_SMALL, *_BLACKWELL):
-        if problem.b is not None and problem.b.format is not Format.E4M3FN:
-            return f"b is {problem.b.format.value}; row by row torch multiplies by e4m3fn only"
-        if architecture == "sm_89" and Version(torch.__version__) < _ON_ITS_STREAM:
-            return f"torch {torch.__version__} ignores streams row by row on sm_89; 2.12 does not"
+    """Why a kernel of lokakern does not do on a device what its file says, or None.
+
+    The parts of a composition are asked themselves.
+    """
+    gpu = device.architecture
+    if "+" in kernel:
+        return None
+    if gpu in _SMALL and kernel.startswith("triton."):
+        return _limit_of_triton(kernel, problem, gpu)
+    if gpu in _SMALL | _BLACKWELL and kernel.startswith("torch.scaled_mm_row"):
+        return _limit_of_torch(problem, gpu)
+    return None
+
+
+def _limit_of_triton(kernel: str, problem: Problem, gpu: str) -> str | None:
+    if problem.op not in ("scaled_gemm", "gemm_norm"):
+        return None
+    if kernel.endswith(("_tensor", "_row")) and problem.k > _UNPROMOTED_LARGEST_K:
+        return f"Triton promotes no sums on {gpu}, up to k={_UNPROMOTED_LARGEST_K}; k={problem.k}"
+    if problem.op == "scaled_gemm":
+        return None
+    # Tiles of 384 and 512 columns take 112 and 144 KiB, and so does that of 128 rows by 256, which
+    # a program has where k is long or a row has several blocks.
+    columns = norm_form(problem.epilogue).norm.block or problem.n
+    if columns < 256 or (columns == problem.n == 256 and problem.k <= 512):
+        return None
+    return (
+        f"{columns} columns together, k={problem.k}, do not fit 99 KiB of shared memory on {gpu}; "
+        "less than 256 do, and rows of 256 with k <= 512"
+    )
+
+
+def _limit_of_torch(problem: Problem, gpu: str) -> str | None:
+    if problem.b is not None and problem.b.format is not Format.E4M3FN:
+        return f"b is {problem.b.format.value}; row by row torch multiplies by e4m3fn only"
+    if gpu == "sm_89" and Version(torch.__version__) < _ON_ITS_STREAM:
+        return f"torch {torch.__version__} ignores streams row by row on sm_89; 2.12 does not"
     return None

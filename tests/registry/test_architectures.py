@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -55,7 +57,7 @@ def test_what_needs_more_than_99_kib_is_refused(device: Device) -> None:
     assert refusal("triton.scaled_gemm_row", row, device) is None
     assert "needs" in (refusal("triton.scaled_gemm_row_fast", row, device) or "")
     for n, k, norm, fits in (
-        (256, 512, "layer", True), (200, 4096, "layer", True), (128, 4096, "layer", True),
+        (256, 512, "layer", True), (200, 2048, "layer", True), (128, 2048, "layer", True),
         (256, 528, "layer", False), (257, 512, "layer", False), (512, 512, "rms", False),
         (1024, 512, "block_rms(128)", True), (1024, 512, "block_rms(256)", False),
         (256, 512, "block_rms(256)", True),
@@ -72,6 +74,29 @@ def test_what_needs_more_than_99_kib_is_refused(device: Device) -> None:
             norm,
         )
         assert refusal(kernel, problem, H200) is None, (n, k, norm)
+    wide = make_problem("gemm_norm", (65536, 512, 512), epilogue="layer")
+    unfused = "triton.quantize_row+triton.scaled_gemm_row"
+    assert refusal(f"{unfused}+triton.norm_quantize", wide, device) is None
+    why = refusal("triton.quantize_row+triton.gemm_norm_row", wide, device)
+    assert (why or "").startswith("triton.gemm_norm_row: 512 columns together, k=512, do not fit")
+
+
+@pytest.mark.parametrize("device", LATE, ids=str)
+def test_sums_that_triton_does_not_promote_are_short(device: Device) -> None:
+    """mma.sync of sm_89 and sm_120; scales of 128 of k are multiplied, and added, in float32."""
+    is_short = device in (L4, RTX_5090)
+    for granularity, kernel in ((Granularity.ROW, "row"), (Granularity.TENSOR, "tensor")):
+        problem = replace(products(granularity), k=2048)
+        assert refusal(f"triton.scaled_gemm_{kernel}", problem, device) is None
+        why = refusal(f"triton.scaled_gemm_{kernel}", replace(problem, k=2064), device)
+        assert ("promotes no sums" in (why or "")) is is_short
+        composed = make_problem("gemm", (256, 256, 2064))
+        why = refusal(f"triton.quantize_{kernel}+triton.scaled_gemm_{kernel}", composed, device)
+        assert ("promotes no sums" in (why or "")) is is_short
+    block = replace(products(Granularity.GROUP), k=8192)
+    assert block.b is not None
+    block = replace(block, b=replace(block.b, granularity=Granularity.BLOCK))
+    assert refusal("triton.scaled_gemm_block", block, device) is None
 
 
 def test_torch_multiplies_row_by_row_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
