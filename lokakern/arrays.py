@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from lokakern.errors import DeviceError, FormatError, ShapeError, UnsupportedError
+from lokakern.errors import DeviceError, FormatError, UnsupportedError
 from lokakern.formats import Format, Granularity
 from lokakern.quantized_tensor import QuantizedTensor
 
@@ -157,25 +157,18 @@ def _called(
 def _tensor(op: str, library: Library, x: Any) -> Any:
     """An argument as the function takes it; what is no array stays."""
     kind = type(x)
-    if x is None or kind is str or kind is float:
-        return x
-    if kind is QuantizedArray and x.library is library:
-        return x.tensor
-    if kind is list or kind is tuple:  # slices of a, or a cross
-        return kind([_tensor(op, library, item) for item in x])
-    own = _library_of(op, x)
+    own = _LIBRARIES.get(kind) or _library_of(op, x)
     if own is not library:
+        if kind is list or kind is tuple:  # slices of a, or a cross
+            return kind([_tensor(op, library, item) for item in x])
         if own is None and not isinstance(x, Tensor):
             return x
         raise FormatError(
             f"{op}: an operand is {_words(x)}, and the first is of {library.name}; pass arrays of "
             "one library"
         )
-    if min(getattr(x, "strides", None) or (0,)) < 0:  # from_dlpack would end the process
-        raise ShapeError(
-            f"{op}: an operand is {_words(x)} with strides {x.strides}, and torch has no negative "
-            "strides; pass a copy"
-        )
+    if kind is QuantizedArray:
+        return x.tensor
     try:
         return library.take(x)
     except (BufferError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
@@ -246,7 +239,7 @@ def _found(op: str, x: Any) -> Library | None:
         if name in packages:
             return library()
     if has_dlpack and hasattr(kind, "__array_namespace__"):
-        return Library(packages[0], from_dlpack, x.__array_namespace__().from_dlpack)
+        return Library(packages[0], _of_dlpack, x.__array_namespace__().from_dlpack)
     try:
         give = _cupy().give
     except ImportError as error:
@@ -255,7 +248,7 @@ def _found(op: str, x: Any) -> Library | None:
             f"(__array_namespace__); they would be CuPy's arrays, and CuPy is missing: {INSTALL}, "
             "or pass torch.from_dlpack(x)"
         ) from error
-    return Library(packages[0], from_dlpack if has_dlpack else _of_interface, give, _named)
+    return Library(packages[0], _of_dlpack if has_dlpack else _of_interface, give, _named)
 
 
 @functools.cache
@@ -266,6 +259,7 @@ def _cupy() -> Library:
     from_capsule, to_capsule = torch._C._from_dlpack, torch._C._to_dlpack
 
     def take(x: Any) -> Tensor:
+        _refuse_negative(x.strides)
         made: Tensor = from_capsule(x.__dlpack__(stream=-1))  # the call is on its stream
         return made
 
@@ -282,8 +276,8 @@ def _numpy() -> Library:
 
     def take(x: Any) -> Tensor:
         if x.dtype.name == "bfloat16":
-            return from_dlpack(x.view("uint16")).view(torch.bfloat16)
-        return from_dlpack(x)
+            return _of_dlpack(x.view("uint16")).view(torch.bfloat16)
+        return _of_dlpack(x)
 
     def give(made: Tensor) -> Any:
         if made.dtype is torch.bfloat16:
@@ -300,7 +294,19 @@ def _numba() -> Library:
     return Library("numba", _of_interface, as_array, _named)
 
 
+def _of_dlpack(x: Any) -> Tensor:
+    _refuse_negative(getattr(x, "strides", None) or ())
+    return from_dlpack(x)
+
+
+def _refuse_negative(strides: tuple[int, ...]) -> None:
+    """Refuse what torch has not: its conversion would end the process."""
+    if min(strides, default=0) < 0:
+        raise ValueError(f"strides are {strides}, and torch has no negative ones: pass a copy")
+
+
 def _of_interface(x: Any) -> Tensor:
+    _refuse_negative(x.__cuda_array_interface__.get("strides") or ())
     made = torch.as_tensor(x)  # does not look at the stream
     other = _named(x)
     if other is not None:
