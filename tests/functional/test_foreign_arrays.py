@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any
@@ -262,6 +263,56 @@ def test_numba_gets_its_own_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
     library = arrays._library_of("gemm", kind(None))
     assert library is not None and library.give(torch.ones(2))[0] == "numba"
     arrays._numba.cache_clear()
+
+
+def test_handles_of_streams_become_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """0 and 1 are the default stream; torch's current one is not entered again."""
+    current = 7
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: current, raising=False)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda index: ("default", index))
+    monkeypatch.setattr(
+        torch.cuda, "ExternalStream", lambda handle, device: ("external", handle, device)
+    )
+    arrays._entered.cache_clear()
+    assert arrays._stream(7, 0) is None
+    assert arrays._stream(0, 1) == arrays._stream(1, 1) == ("default", 1)
+    assert arrays._stream(9, 0) == ("external", 9, 0)
+    current = 0
+    assert arrays._stream(0, 0) is arrays._stream(1, 0) is None
+    arrays._entered.cache_clear()
+
+
+def test_operands_and_results_are_converted_on_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    @contextmanager
+    def entered(stream: str) -> Iterator[None]:
+        seen.append(f"enter {stream}")
+        yield
+        seen.append(f"leave {stream}")
+
+    def take(x: Array) -> Tensor:
+        seen.append("take")
+        return tensor_of(x)
+
+    def give(made: Tensor) -> Array:
+        seen.append("give")
+        return Array(made)
+
+    monkeypatch.setattr(torch.cuda, "stream", entered)
+    library = arrays.Library("tests", take, give, lambda x: "side")  # type: ignore[arg-type,return-value]
+    monkeypatch.setitem(arrays._LIBRARIES, Array, library)
+    x, w = Array(torch.ones(M, K)), Array(torch.ones(K, N))
+    assert (tensor_of(lokakern.gemm(x, w)) == K).all()
+    assert seen == ["enter side", "take", "take", "give", "leave side"]
+    with pytest.raises(ShapeError):
+        lokakern.gemm(x, x)
+
+
+def test_a_result_that_needs_a_gradient_is_detached() -> None:
+    weight = torch.nn.Parameter(torch.ones(N, K))
+    y = lokakern.gemm(Array(torch.ones(M, K)), lokakern.prepare_weight(weight, 0.06, (1, 64)))
+    assert (tensor_of(y) == K).all() and not tensor_of(y).requires_grad
 
 
 @pytest.mark.parametrize("replays", [False, True])
