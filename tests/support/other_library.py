@@ -19,10 +19,6 @@ class Array:
     def dtype(self) -> str:
         return str(self._tensor.dtype).removeprefix("torch.")
 
-    @property
-    def pointer(self) -> int:
-        return self._tensor.data_ptr()
-
     def __dlpack__(self, **options: Any) -> Any:
         self.exports += 1
         return self._tensor.__dlpack__(**options)
