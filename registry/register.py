@@ -17,7 +17,9 @@ from torch import Tensor
 from lokakern import jit
 from lokakern.device import current_device
 from lokakern.errors import UnknownNameError
+from lokakern.registry import architectures as gpus
 from lokakern.registry import digests, libraries
+from lokakern.registry.architectures import FP8_GPUS as FP8_GPUS
 from lokakern.registry.digests import KERNELS_ROOT
 from lokakern.registry.ops import EPILOGUE_OPS, op_named
 from lokakern.triton_interpreter import is_interpreted, make_exact
@@ -34,7 +36,6 @@ from lokakern.types import (
 )
 
 ANY = frozenset({"any"})
-FP8_GPUS = frozenset({"sm_90", "sm_100", "gfx942", "gfx950"})
 
 # Largest `numerics.kernel_error` of a right FP8 tensor-core kernel. An sm_90 instruction lines up
 # its 32 products and the running sum with the largest and cuts them at 14 bits, so that where few
@@ -48,7 +49,7 @@ FAST_LARGEST_K = 4096
 SPLIT_K = 8192  # from which on cuBLAS splits sums of bfloat16 products
 
 # Where kernels were compiled and inspected, or only written for, and never ran.
-_ABSENT = ("sm_100", "gfx942", "gfx950")
+_ABSENT = sorted(FP8_GPUS - {"sm_90"})
 COMPILED_ONLY = dict.fromkeys(_ABSENT, "no such GPU was at hand to run it")
 NEVER_RUN = dict.fromkeys(_ABSENT, "no such GPU was at hand to measure it")
 
@@ -268,11 +269,13 @@ class Kernel:
                 return Rejected(reason)
         # digest: on
         try:
-            return self.supports_problem(problem, device)
+            answer = self.supports_problem(problem, device)
         except Exception as error:
             if not self.library or self.library == libraries.trying:
                 raise
             return Rejected(f"cannot say whether it takes it: {libraries.words_of(error)}")
+        reason = None if isinstance(answer, Rejected) else gpus.limit(self.name, problem, device)
+        return answer if reason is None else Rejected(reason)
 
     def refusal(self, problem: Problem, device: Device) -> str | None:
         """Why this kernel does not support a problem; None if it does."""
@@ -386,21 +389,24 @@ def register(
         # Other code may launch in ways of which lokakern.jit tells nobody.
         is_own = library is None and function.__module__.startswith("lokakern.kernels.")
         guard = _as_it_is if is_own else _on_its_device
+        full_name = f"{language}.{name or function.__name__}"
+        where = gpus.claimed(full_name, architectures) if is_own else architectures
+        added = {gpu: COMPILED_ONLY[gpu] for gpu in sorted(where - architectures)}
         add(
             Kernel(
-                name=f"{language}.{name or function.__name__}",
+                name=full_name,
                 op=op,
                 language=language,
                 modules=(path, *(library.words if library else ())),
                 library=library.name if library else "",
                 launch=guard(launch),
-                architectures=architectures,
+                architectures=where,
                 granularity=granularity,
                 b_granularity=granularity if b_granularity is None else b_granularity,
                 accumulation=accumulation,
                 supports_problem=supports,
                 workspace=guard(workspace),
-                compile_only=compile_only or {},
+                compile_only=_of_claimed(compile_only or {}, where) | added,
                 unmeasured=unmeasured or {},
                 kernel_err_bound=kernel_err_bound,
                 odd_kernel_err_bound=odd_kernel_err_bound,
@@ -417,6 +423,10 @@ def register(
         return launch
 
     return enter
+
+
+def _of_claimed(reasons: dict[str, str], where: frozenset[str]) -> dict[str, str]:
+    return {gpu: why for gpu, why in reasons.items() if where == ANY or gpu in where}
 
 
 def _origin_of(module: str) -> tuple[str, str, libraries.Library | None]:

@@ -191,13 +191,12 @@ def gpu_named(device: Device | str | None) -> Device:
         found = current_device()
         if not found.is_gpu:
             raise DeviceError(
-                "warmup: there is no GPU here; name the one to compile for, such as "
-                "device='NVIDIA H200'"
+                "there is no GPU here; name the one to compile for, such as device='NVIDIA H200'"
             )
         return found
     found = dispatcher.device_named(device)
     if not found.is_gpu:
-        raise DeviceError(f"warmup: {found} is no GPU; nothing is compiled for it")
+        raise DeviceError(f"{found} is no GPU; nothing is compiled for it")
     return found
 
 

@@ -147,8 +147,9 @@ def gemm(
 def _needs_grad(a: Any, b: Any, bias: Any, out: Any) -> bool:
     if any(getattr(x, "requires_grad", False) for x in (a, bias, out)):
         return True
-    weight = b.source if type(b) is QuantizedTensor else b
-    return getattr(weight, "requires_grad", False)
+    if type(b) is QuantizedTensor:
+        b = b.data if b.source is None else b.source
+    return getattr(b, "requires_grad", False)
 
 
 def _plan(

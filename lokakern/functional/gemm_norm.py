@@ -509,7 +509,9 @@ _TENSORS = ("bias", "norm_weight", "norm_bias", "residual", "gate", "x0", "x")
 
 def _needs_grad(a: Any, b: Any, epilogue: NormEpilogue) -> bool:
     """Whether any operand of a call requires a gradient."""
-    weight = b.source if type(b) is QuantizedTensor else b
+    weight = b
+    if type(b) is QuantizedTensor:
+        weight = b.data if b.source is None else b.source
     operands = (a, weight, *(getattr(epilogue, name) for name in _TENSORS))
     return any(getattr(x, "requires_grad", False) for x in operands)
 

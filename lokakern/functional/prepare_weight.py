@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from lokakern.arrays import accepted
 from lokakern.errors import FormatError, ShapeError
 from lokakern.functional.checks import check_matrix, operand_of
 from lokakern.functional.quantize import quantize
@@ -33,6 +34,7 @@ from lokakern.types import (
 )
 
 
+@accepted
 def prepare_weight(
     w: Tensor,
     budget: ErrorBudget | float,

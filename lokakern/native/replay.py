@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from lokakern import driver, jit, scratch
+from lokakern import arrays, driver, jit, scratch
 from lokakern.errors import CompilationError, LaunchError
 from lokakern.native import build
 from lokakern.native.record import Recorder, Recording, result_template
@@ -200,8 +200,9 @@ _REPLAYED: list[Callable[..., Any]] = []  # for good: signatures hold their addr
 
 
 def replayed(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Replay the function's warm calls. Its arguments are tensors and constants."""
+    """Replay the function's warm calls. Its arguments are tensors, or arrays, and constants."""
     _REPLAYED.append(function)
+    first = arrays.first_name(function)
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -211,13 +212,15 @@ def replayed(function: Callable[_P, _R]) -> Callable[_P, _R]:
         if replay is None or jit.recorder is not None:
             if _has_gpu():
                 NATIVE.ask()
+        else:
+            found = replay(function, args, kwargs)
+            if type(found) is bytes:
+                return _recorded(found, NATIVE.module.inputs(args, kwargs), function, args, kwargs)  # type: ignore[no-any-return]
+            if found is not None:
+                return found  # type: ignore[no-any-return]
+        if isinstance(args[0] if args else kwargs.get(first), arrays.OWN):
             return function(*args, **kwargs)
-        found = replay(function, args, kwargs)
-        if found is None:
-            return function(*args, **kwargs)
-        if type(found) is bytes:
-            return _recorded(found, NATIVE.module.inputs(args, kwargs), function, args, kwargs)  # type: ignore[no-any-return]
-        return found  # type: ignore[no-any-return]
+        return arrays.call(function, args, kwargs)  # type: ignore[no-any-return]
 
     return call
 

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from lokakern.problems import PADDED, baseline_name
-from lokakern.registry.register import KERNELS, Kernel, kernels_for
+from lokakern.registry.register import FP8_GPUS, KERNELS, Kernel, kernels_for
 from lokakern.sampled_check import Watch
 from lokakern.selection.candidates import Candidate, Time
 from lokakern.selection.measured_neighbors import sizes_of
@@ -346,9 +346,11 @@ class Table:
             return f"{what} measured at m={m} (measured: {_range_words(at)})"
         if measured:
             return f"m={m} is outside what was measured ({_range_words(measured)})"
+        no_fp8 = self.device.is_gpu and self.device.architecture not in FP8_GPUS
         return self.instead or (
             f"nothing was measured at {sizes_of(self.problem)}, {self.regime}, on "
             f"{self.device.product}"
+            + (f"; {self.device.architecture} does not multiply FP8: all is bf16" * no_fp8)
         )
 
 

@@ -386,6 +386,21 @@ def test_gradients_equal_the_gradients_of_the_unquantized_product(prepared: bool
         lokakern.gemm(x, b, budget=0.06, out=torch.empty(48, 40, dtype=torch.bfloat16))
 
 
+def test_a_weight_that_stays_unquantized_has_a_gradient() -> None:
+    """Of x only, of the weight only: the weight is the data of what prepare_weight made."""
+    for trained in ("x", "w"):
+        x, w = operands()
+        (x if trained == "x" else w).requires_grad_()
+        b = lokakern.prepare_weight(w, 0.06, (1, 64))  # nothing was measured
+        assert b.granularity is Granularity.NONE and b.source is None
+        lokakern.gemm(x, b).sum().backward()
+        lokakern.gemm_norm(x, b, norm="layer", residual=torch.ones(48, 40).bfloat16())
+        with torch.no_grad():
+            assert not lokakern.gemm(x, b).requires_grad
+        found = x.grad if trained == "x" else w.grad
+        assert found is not None and found.abs().sum() > 0
+
+
 def test_torch_compile_does_not_fix_the_kernel_in_the_graph(fp8: Fp8) -> None:
     x, w = operands()
     fp8.wins((x, w.t()))

@@ -20,7 +20,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -299,11 +299,20 @@ ALIGNED = [name for name in LINES if int(name.split()[1]) not in UNALIGNED_COLUM
 WITHOUT_DATA = ("gather", "finish", "scales", "adds", "plain")
 
 
+LATER = ("sm_100", "sm_103", "sm_120")  # of quantizers only
+
+
 @functools.cache
 def architectures() -> list[str]:
     load_kernels()
     kernels = [k for k in KERNELS.values() if k.language == "cuda" and not k.parts]
     return sorted({architecture for kernel in kernels for architecture in kernel.architectures})
+
+
+def names_on(architecture: str, names: Iterable[str]) -> list[str]:
+    """Those of the programs whose kernel claims an architecture."""
+    load_kernels()
+    return [n for n in names if architecture in KERNELS[f"cuda.{n.split()[0]}"].architectures]
 
 
 @pytest.fixture(autouse=True)
@@ -375,8 +384,7 @@ def resources(name: str, architecture: str) -> dict[str, int]:
 
 
 def measured() -> dict[str, Any]:
-    return {architecture: {name: resources(name, architecture) for name in NAMES}
-            for architecture in architectures()}  # fmt: skip
+    return {a: {name: resources(name, a) for name in names_on(a, NAMES)} for a in architectures()}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -407,9 +415,9 @@ def test_nothing_spills_and_resources_are_as_recorded() -> None:
     for architecture in architectures():
         spilled = {n: r for n, r in found[architecture].items() if r["spilled_bytes"]}
         assert not spilled, f"{architecture}: {spilled}"
-        assert recorded[architecture].keys() == ALL.keys()
+        assert recorded[architecture].keys() == set(names_on(architecture, ALL))
     if recorded["nvrtc"] == nvrtc.version():
-        kept = {a: {name: recorded[a][name] for name in NAMES} for a in architectures()}
+        kept = {a: {n: recorded[a][n] for n in names_on(a, NAMES)} for a in architectures()}
         assert found == kept, (
             "if this is on purpose, run python -m tests.kernels.test_cuda_compiled"
         )
@@ -449,6 +457,25 @@ def test_bfloat16_rows_are_written_8_bytes_at_a_time(name: str) -> None:
     stores = [word for word in instructions(name) if word.startswith("STG")]
     scales = int(dict(CASES[name].macros).get("LINES", 1))
     assert sum(not word.endswith(".64") for word in stores) == scales, stores
+
+
+def test_every_later_architecture_has_ten_kernels() -> None:
+    assert set(LATER) == set(architectures()) - {"sm_90"}
+    for architecture in LATER:
+        names = {name.split()[0] for name in names_on(architecture, ALL)}
+        assert len(names) >= 10, f"{architecture}: {names}"
+
+
+@pytest.mark.parametrize("architecture", LATER)
+def test_quantizers_convert_in_hardware_and_read_16_bytes_there(architecture: str) -> None:
+    names = [n for n in names_on(architecture, ALIGNED) if n in ALIGNED[::4]]
+    codes = disassembled([compiled(name, architecture) for name in names], architecture)
+    assert len(codes) == len(names) > 0
+    for name, code in zip(names, codes, strict=True):
+        form = "E5M2" if "e5m2" in name else "E4M3"
+        assert f"F2FP.SATFINITE.{form}" in code, name
+        loads = re.findall(r"\bLDG\.\S+", code)
+        assert loads and all(".128" in load for load in loads), f"{name}: {set(loads)}"
 
 
 def is_whole(macros: dict[str, int | str]) -> bool:

@@ -32,11 +32,17 @@ from lokakern.kernels.triton import (
     scaled_gemm,
     token_gradient,
 )
+from lokakern.problems import make_problem
+from lokakern.registry.architectures import claimed, limit
+from lokakern.types import Device
 from tests.support import machine_code
 
 TARGETS = {
+    "sm_89": GPUTarget("cuda", 89, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
     "sm_100": GPUTarget("cuda", 100, 32),
+    "sm_103": GPUTarget("cuda", 103, 32),
+    "sm_120": GPUTarget("cuda", 120, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
     "gfx950": GPUTarget("hip", "gfx950", 64),
 }
@@ -133,6 +139,8 @@ def gemm_cases(target: str) -> Iterator[Case]:
     variants.append(("row", False, large, (four, five), "bf16", 1040))
     variants.append(("block", True, medium, (four, four), "fp32", 1040))
     for kind, promoted, tile, (a, b), out, k in variants:
+        if not promoted and not claimed(f"triton.scaled_gemm_{kind}_fast", frozenset({target})):
+            continue
         depth = 2 if target.startswith("gfx") else tile.num_stages
         scale_stride = 16 if kind == "block" else 1
         yield Case(
@@ -153,11 +161,13 @@ GEMM_NORMS = (
     ("gemm_norm_row", "layer", 128, 128, 512, "cross", "before", "row"),
     ("gemm_norm_row", "layer", 256, 256, 512, "hardswish", "none", "row"),
     ("gemm_norm_bf16", "layer", 256, 256, 512, "hardswish", "none", "row"),
+    ("gemm_norm_block", "layer", 256, 256, 512, "silu", "none", "none"),
     ("gemm_norm_tensor", "layer", 200, 200, 1040, "gate", "before", "group"),
     ("gemm_norm_row", "layer", 512, 512, 512, "hardswish", "none", "row"),
     ("gemm_norm_block", "none", 384, 384, 512, "silu", "last", "none"),
     ("gemm_block_norm_row", "rms", 256, 1024, 1024, "hardswish", "none", "static"),
     ("gemm_block_norm_block", "rms", 128, 1024, 512, "none", "none", "group"),
+    ("gemm_block_norm_row", "rms", 128, 1024, 512, "hardswish", "none", "row"),
     ("gemm_block_norm_tensor", "rms", 64, 1024, 512, "gate", "none", "none"),
     ("gemm_block_norm_bf16", "rms", 32, 1024, 512, "none", "none", "none"),
 )
@@ -172,6 +182,12 @@ NORMS = (
 def norm_cases(target: str) -> Iterator[Case]:
     amd, four = target.startswith("gfx"), formats(target)[0]
     for name, norm, columns, n, k, last, residual, scales in GEMM_NORMS:
+        problem = make_problem(
+            "gemm_norm", (65536, n, k),
+            epilogue=f"block_rms({columns})" if "block_norm" in name else norm,
+        )  # fmt: skip
+        if limit(f"triton.{name}", problem, Device("nvidia", target, target, 132, 80)):
+            continue
         kind = name.rpartition("_")[2].replace("bf16", "none")
         tile = gemm_norm.tile_for(
             65536, columns, n // columns, k, 2 if kind == "none" else 1, 132,
@@ -206,7 +222,7 @@ def norm_cases(target: str) -> Iterator[Case]:
             (columns,) * 6, 1,
             (norm, span, 1e-5, False, True, True, last, residual, scales, *constants,
              norm_pieces.grain(columns), columns == width, height, width),
-            num_warps, 1,
+            num_warps, 1, 8 if target == "sm_120" else 0,
         )  # fmt: skip
 
 
@@ -276,6 +292,7 @@ def read_nvidia(target: str, asm: Any) -> dict[str, Any]:
         "spilled": stack + local,
         "matrix": sorted(set(re.findall(
             r"wgmma\.mma_async\S*\.(?:e[45]m[23]\.e[45]m[23]|bf16\.bf16)"
+            r"|mma\.sync\S*\.(?:e[45]m[23]\.e[45]m[23]|bf16\.bf16)"
             r"|tcgen05\.mma\S*kind::(?:f8f6f4|f16)", ptx
         ))),
         "converts": sorted(set(re.findall(r"cvt\.rn\.satfinite\S*\.e[45]m[23]x2\.f32", ptx))),

@@ -22,13 +22,20 @@ def tool(name: str) -> Path:
     return Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
 
 
-def disassembled(cubins: Sequence[bytes]) -> list[str]:
-    """Two lines for each instruction of programs for sm_90: text and first word, second word."""
+def disassembled(cubins: Sequence[bytes], architecture: str = "sm_90") -> list[str]:
+    """Two lines for each instruction of programs: text and first word, second word."""
     programs = [_code(cubin) for cubin in cubins]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "code.bin")
         path.write_bytes(b"".join(programs))
-        command = [tool("nvdisasm"), "--binary", "SM90", "-hex", "-ndf", path]
+        command = [
+            tool("nvdisasm"),
+            "--binary",
+            architecture.upper().replace("_", ""),
+            "-hex",
+            "-ndf",
+            path,
+        ]
         printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     lines = [line for line in printed.splitlines() if re.search(r"/\* 0x[0-9a-f]{16} \*/", line)]
     assert len(lines) == sum(map(len, programs)) // 8, "nvdisasm skips instructions"
