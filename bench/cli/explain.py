@@ -176,6 +176,7 @@ def _print_choice(choice: Choice, how: OutputFormat) -> None:
         facts = {
             "problem": str(choice.problem), "device": choice.table.device.product,
             "kernel": choice.kernel, "latency_us": choice.latency_us,
+            "freshness": choice.pick.time.freshness if choice.pick.time else None,
             "regime": choice.table.regime, "gpu_us": choice.gpu_us, "host_us": choice.host_us,
             "host_cost": choice.table.host or None, "interpolated": choice.interpolated,
             "miss": choice.is_miss,

@@ -1,4 +1,7 @@
-"""Coverage and staleness of the database for a device, by op and suite."""
+"""Coverage and staleness of the database for a device, by op and suite.
+
+What commands count is defined here, and for users in docs/look.md.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,17 @@ from lokakern.progress import tell
 from lokakern.registry.libraries import named
 from lokakern.registry.register import Kernel, fp8_format, kernels_for
 from lokakern.registry.schema.tables import GRADES
-from lokakern.selection.candidates import FRESHNESS
 from lokakern.selection.dispatcher import default_regime
-from lokakern.sweep.stale_jobs import ErrorClass, Staleness, fresher
+from lokakern.sweep.stale_jobs import WORDS, ErrorClass, Staleness, fresher
 from lokakern.types import Device, Problem, Rejected
 from lokakern.workloads.suites import SUITES
 
 if TYPE_CHECKING:
     from lokakern.registry.snapshot.cells import AccuracyCell, TimingCell
     from lokakern.registry.snapshot.snapshot import Snapshot
+
+COUNTED = (*WORDS, "older")  # each row is counted under one of them
+ALWAYS_TOLD = ("fresh", "usable", "stale")  # of `COUNTED`, even if there are none
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +38,16 @@ class Holding:
     Attributes:
         part: An op, for its timed problems on the device; or a suite, for its own problems.
         of: "times", or "errors" of timed problems.
-        problems: Number of problems, or of problems with errors.
+        problems: Number of different problems, or of problems with errors.
         covered: Problems with a row, possibly a failure, of every kernel that supports them, no
             older than the kernel.
         share: `covered` over `problems`.
         untimed: Problems without any row.
         kernels: Kernels with rows.
-        rows: Rows; each is counted in one of the next four.
+        rows: Rows of times in the regime, or of errors; each is counted in one of the next five.
         fresh: By `lokakern.selection.candidates.freshness_of`, like `usable` and `stale`.
-        older: Stale or usable rows that a fresher one supersedes.
+        unverified: Rows of current kernels that were imported and not verified.
+        older: Rows that one of an earlier of these words supersedes.
         missing: Kernels without a row of a problem they support, summed over problems with rows.
         seeds: Seeds of errors.
         grade: "full", "quick" or both.
@@ -58,6 +64,7 @@ class Holding:
     rows: int
     fresh: int
     usable: int
+    unverified: int
     stale: int
     older: int
     missing: int | None
@@ -70,7 +77,7 @@ class Holding:
 class _Rows:
     """Counts of rows."""
 
-    words: Counter[str] = field(default_factory=Counter)  # of `FRESHNESS`, or "older"
+    words: Counter[str] = field(default_factory=Counter)  # of `COUNTED`
     kernels: set[str] = field(default_factory=set)
     seeds: set[int] = field(default_factory=set)
     grades: set[str] = field(default_factory=set)
@@ -108,7 +115,7 @@ class _Rows:
             untimed=untimed,
             kernels=len(self.kernels),
             rows=self.words.total(),
-            **{word: self.words[word] for word in (*FRESHNESS, "older")},
+            **{word: self.words[word] for word in COUNTED},
             missing=missing,
             seeds=", ".join(map(str, sorted(self.seeds))) if of == "errors" else None,
             grade=" and ".join(grade for grade in GRADES if grade in self.grades) or "-",
@@ -171,10 +178,11 @@ class Holdings:
 
     def _times(self, part: str, problems: Sequence[Problem]) -> Holding:
         rows = _Rows()
-        for problem in dict.fromkeys(problems):  # a suite may repeat one with another distribution
+        different = dict.fromkeys(problems)  # a suite may repeat one with another distribution
+        for problem in different:
             if problem in self._rows:
                 rows.join(self._rows[problem])
-        return rows.holding(part, "times", len(problems), map(self._lack, problems))
+        return rows.holding(part, "times", len(different), map(self._lack, different))
 
     def _registered(self, op: str) -> list[Kernel]:
         """Kernels of an op whose libraries are available; a plugin is tried on the device here."""
@@ -199,7 +207,7 @@ class Holdings:
             words = [
                 here.get(kernel.name)
                 for kernel in self._kernels(problem.op)
-                if here.get(kernel.name) not in ("fresh", "usable")
+                if here.get(kernel.name) in (None, "stale")
                 and not isinstance(kernel.supports(problem, self._device), Rejected)
             ]
             found = self._lacks[problem] = (words.count(None), words.count("stale"))
@@ -208,7 +216,7 @@ class Holdings:
     def errors(self) -> Iterator[tuple[Problem, AccuracyCell, str]]:
         """Errors of timed problems: the problem of the row, the row, and its freshness.
 
-        The freshness is a word of `FRESHNESS`, or "older" for superseded rows.
+        The freshness is a word of `COUNTED`.
         """
         fp8 = fp8_format(self._device)
         asked = dict.fromkeys(accuracy_problem(problem, fp8) for problem in self._rows)
@@ -242,12 +250,12 @@ def totals(holdings: Sequence[Holding]) -> dict[str, str]:
     words: dict[str, str] = {}
     for of in ("times", "errors"):
         parts = [h for h in holdings if h.of == of and not h.part.startswith("suite ")]
-        counts = {name: sum(getattr(h, name) for h in parts) for name in (*FRESHNESS, "older")}
-        if not counts["older"]:
-            del counts["older"]
+        counts = {name: sum(getattr(h, name) for h in parts) for name in COUNTED}
         rows = sum(h.rows for h in parts)
-        each = ", ".join(f"{count} {name}" for name, count in counts.items())
-        words[of] = f"{rows} of {sum(h.problems for h in parts)} problems: {each}"
+        each = ", ".join(
+            f"{count} {name}" for name, count in counts.items() if count or name in ALWAYS_TOLD
+        )
+        words[of] = f"{rows} rows of {sum(h.problems for h in parts)} problems: {each}"
         words[of] = words[of] if rows else "none"
     words["grades"] = " and ".join(g for g in GRADES if any(g in h.grade for h in holdings)) or "-"
     measured = [h.newest for h in holdings if h.rows]

@@ -10,7 +10,7 @@ from typing import Any
 
 from lokakern import native
 from lokakern.bench.report import library_smoke
-from lokakern.bench.report.coverage import Holdings, totals
+from lokakern.bench.report.coverage import ALWAYS_TOLD, COUNTED, Holdings, totals
 from lokakern.device import current_device, current_environment
 from lokakern.registry import libraries
 from lokakern.registry.coverage import coverage_of
@@ -31,7 +31,7 @@ BRIEF = {
     "kernels": ("kernel", "state", "architectures", "why"),
     "libraries": ("library", "version", "state", "won", "why"),
     "coverage": (
-        "part", "of", "problems", "covered", "untimed", "fresh", "usable", "stale", "missing"
+        "part", "of", "problems", "covered", "untimed", *COUNTED, "missing"
     ),
 }  # fmt: skip
 
@@ -58,7 +58,9 @@ def rows_of(what: str, *, brief: bool = False, device: str | None = None) -> lis
     with without_garbage_collection():  # 0.7 of 6 s of the device with the shipped rows
         rows = listings[what]()
     if brief and what in BRIEF:
-        return [{column: row[column] for column in BRIEF[what]} for row in rows]
+        none = {word for word in COUNTED if not any(row.get(word) for row in rows)}
+        columns = [name for name in BRIEF[what] if name not in none.difference(ALWAYS_TOLD)]
+        return [{column: row[column] for column in columns} for row in rows]
     return rows
 
 
@@ -154,7 +156,11 @@ def wins_of(facts: Snapshot, device: Device) -> Counter[str]:
 def _suites() -> list[Row]:
     device = current_device()
     return [
-        {"suite": s.name, "problems": len(s.cases(device)), "what": s.title}
+        {
+            "suite": s.name,
+            "problems": len({case.problem for case in s.cases(device)}),
+            "what": s.title,
+        }
         for s in SUITES.values()
     ]
 

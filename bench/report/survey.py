@@ -10,10 +10,10 @@ import itertools
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from lokakern.bench.report.coverage import Holdings
+from lokakern.bench.report.coverage import Holdings, totals
 from lokakern.problems import baseline_name
 from lokakern.progress import Progress
 from lokakern.registry.register import KERNELS
@@ -52,14 +52,15 @@ class Survey:
     Attributes:
         device: The device.
         regime: The regime of all times.
-        snapshot: `Snapshot.keys_digest`.
+        snapshot: `Snapshot.digest`.
+        totals: `lokakern.bench.report.coverage.totals`, as `list device` prints them.
         budgets: Budgets on the row error, as words.
         ops: For each op: number of problems, initial selection of its pictures, and `gain`:
             "speedup" if there is an unquantized baseline, else "light".
         choices: For each problem and budget: the kernel, its time, the least possible time, the
             baseline's time, and why there is no better answer (`note`).
-        times: For each problem and kernel: time, worst row error, and whether it is on the Pareto
-            front of both (`front`).
+        times: For each problem and kernel: time (the median over rows), worst row error, and
+            whether it is on the Pareto front of both (`front`).
         errors: For each op, arithmetic and distribution: the worst bounds over all shapes.
         holdings: `lokakern.bench.report.coverage.Holding` of every op and suite.
     """
@@ -67,6 +68,7 @@ class Survey:
     device: Device
     regime: str
     snapshot: str
+    totals: dict[str, str]
     budgets: tuple[str, ...]
     ops: list[Row]
     choices: list[Row]
@@ -127,16 +129,18 @@ def survey_of(
         letter = letters.get((row["op"], row["kernel"]), "-")
         row["letter"] = letter if row.get("answered", True) or letter == "-" else f"{letter}?"
     held = Holdings(facts, device, regime)
+    holdings = held.every()
     return Survey(
         device=device,
         regime=regime,
-        snapshot=facts.keys_digest,
+        snapshot=facts.digest,
+        totals=totals(holdings),
         budgets=tuple(limits),
         ops=_ops(choices, times),
         choices=choices,
         times=times,
         errors=_errors(held, facts, device),
-        holdings=held.rows(),
+        holdings=[asdict(holding) for holding in holdings],
     )
 
 
@@ -195,6 +199,8 @@ def _choice(place: Row, budget: str, pick: Pick) -> Row:
     us = None if pick.time is None else _us(pick.time.latency_us)
     plain, least = place["plain_us"], place["least_us"]
     note = pick.note or (f"tied with {', '.join(pick.tied)}" if pick.tied else "")
+    if pick.time is not None and pick.time.freshness == "stale":
+        note += "; a stale time" if note else "a stale time"
     error = pick.candidate.errors.get("row_err") if pick.candidate else None
     return place | {
         "budget": budget,
@@ -293,7 +299,7 @@ def _errors(held: Holdings, facts: Snapshot, device: Device) -> list[Row]:
     names = ("row_err", "row_p99", "mean_rel_err", "mean_shift")
     worst: dict[tuple[str, str, str], dict[Problem, list[float]]] = {}
     for problem, cell, word in held.errors():
-        if word == "stale" or cell.status != "ok":
+        if word in ("stale", "older") or cell.status != "ok":
             continue
         if cell.parameters != facts.parameters_of(device.architecture, cell.distribution):
             continue

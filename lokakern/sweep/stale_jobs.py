@@ -15,7 +15,7 @@ from lokakern.device import devices_here
 from lokakern.errors import UnknownNameError
 from lokakern.measure.accuracy import Cell
 from lokakern.registry.schema.row_keys import key_of
-from lokakern.selection.candidates import FRESHNESS, freshness_of
+from lokakern.selection.candidates import freshness_of
 from lokakern.sweep.resume import Job, distribution_row
 from lokakern.types import Device, Problem
 from lokakern.workloads.distributions import distribution_named
@@ -27,25 +27,28 @@ if TYPE_CHECKING:
     from lokakern.registry.snapshot.snapshot import Snapshot
 
 ErrorClass = tuple[str, str, str]  # granularity, b_granularity and accumulation of a `KernelRow`
+# Words for rows in the order in which dispatch reads them: `freshness_of`, and "unverified" for
+# rows of current kernels that were imported and not verified.
+WORDS = ("fresh", "usable", "unverified", "stale")
 
 
 def fresher(one: str | None, other: str) -> str:
-    """The fresher of two words of `FRESHNESS`; the first may be None."""
-    return other if one is None else min(one, other, key=FRESHNESS.index)
+    """The one of two `WORDS` that dispatch reads first; the first may be None."""
+    return other if one is None else min(one, other, key=WORDS.index)
 
 
 class Staleness:
-    """Freshness of all rows that dispatch could read for a device and a regime.
+    """Freshness, a word of `WORDS`, of all rows that dispatch could read for a device and a regime.
 
     Attributes:
-        timings: Every timing with its freshness.
-        times: For each timed problem, the best freshness of each kernel, by name.
+        timings: Every timing with its word.
+        times: For each timed problem, the best word of each kernel, by name.
     """
 
     def __init__(self, facts: Snapshot, device: Device, regime: str) -> None:
         self._facts, self._device = facts, device
         self._local = device in devices_here()
-        self._words: dict[tuple[KernelRow, str], str] = {}
+        self._words: dict[tuple[KernelRow, str, str], str] = {}
         self._errors: dict[tuple[Problem, ErrorClass], list[tuple[AccuracyCell, str]]] = {}
         self._problem_key = functools.cache(key_of)  # needed for many classes of each problem
         self.timings = [(cell, self._word(cell)) for cell in facts.timings_on(device, regime)]
@@ -55,10 +58,11 @@ class Staleness:
             here[cell.kernel.name] = fresher(here.get(cell.kernel.name), word)
 
     def _word(self, cell: TimingCell | AccuracyCell) -> str:
-        """`freshness_of` a cell, cached by kernel and environment."""
-        key = (cell.kernel, cell.environment)
+        """The word for a cell, cached by kernel, environment and tier."""
+        key = (cell.kernel, cell.environment, cell.tier)
         if key not in self._words:
-            self._words[key] = freshness_of(cell, self._local, self._facts)
+            word = freshness_of(cell, self._local, self._facts)
+            self._words[key] = "unverified" if cell.tier and word != "stale" else word
         return self._words[key]
 
     def errors(self, asked: Problem, which: ErrorClass) -> list[tuple[AccuracyCell, str]]:
