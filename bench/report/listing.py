@@ -10,7 +10,7 @@ from typing import Any
 
 from lokakern import native
 from lokakern.bench.report import library_smoke
-from lokakern.bench.report.coverage import ALWAYS_TOLD, COUNTED, Holdings, totals
+from lokakern.bench.report.coverage import ALWAYS_TOLD, COUNTED, Holdings
 from lokakern.device import current_device, current_environment
 from lokakern.registry import libraries
 from lokakern.registry.coverage import coverage_of
@@ -205,7 +205,7 @@ def _device(name: str | None) -> list[Row]:
         "snapshot digest": facts.digest,
     }
     pairs["regime"] = dispatcher.default_regime(device)
-    pairs |= totals(Holdings(facts, device).every())
+    pairs |= Holdings(facts, device).totals()
     return [{"what": what, "value": value} for what, value in pairs.items()]
 
 

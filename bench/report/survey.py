@@ -10,10 +10,10 @@ import itertools
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from lokakern.bench.report.coverage import Holdings, totals
+from lokakern.bench.report.coverage import Holdings
 from lokakern.problems import baseline_name
 from lokakern.progress import Progress
 from lokakern.registry.register import KERNELS
@@ -53,7 +53,7 @@ class Survey:
         device: The device.
         regime: The regime of all times.
         snapshot: `Snapshot.digest`.
-        totals: `lokakern.bench.report.coverage.totals`, as `list device` prints them.
+        totals: `lokakern.bench.report.coverage.Holdings.totals`, as `list device` prints them.
         budgets: Budgets on the row error, as words.
         ops: For each op: number of problems, initial selection of its pictures, and `gain`:
             "speedup" if there is an unquantized baseline, else "light".
@@ -129,18 +129,17 @@ def survey_of(
         letter = letters.get((row["op"], row["kernel"]), "-")
         row["letter"] = letter if row.get("answered", True) or letter == "-" else f"{letter}?"
     held = Holdings(facts, device, regime)
-    holdings = held.every()
     return Survey(
         device=device,
         regime=regime,
         snapshot=facts.digest,
-        totals=totals(holdings),
+        totals=held.totals(),
         budgets=tuple(limits),
         ops=_ops(choices, times),
         choices=choices,
         times=times,
         errors=_errors(held, facts, device),
-        holdings=[asdict(holding) for holding in holdings],
+        holdings=held.rows(),
     )
 
 
@@ -298,13 +297,15 @@ def _errors(held: Holdings, facts: Snapshot, device: Device) -> list[Row]:
     """Errors of current kernels, worst over seeds; the worst and the median of all shapes."""
     names = ("row_err", "row_p99", "mean_rel_err", "mean_shift")
     worst: dict[tuple[str, str, str], dict[Problem, list[float]]] = {}
-    for problem, cell, word in held.errors():
-        if word in ("stale", "older") or cell.status != "ok":
+    for head, word in held.errors:
+        if word in ("stale", "older") or head.status != "ok":
             continue
-        if cell.parameters != facts.parameters_of(device.architecture, cell.distribution):
+        name, parameters = head.distribution.name, head.distribution.parameters
+        if parameters != facts.parameters_of(device.architecture, name):
             continue
-        key = (problem.op, _arithmetic(problem, cell.kernel), cell.distribution)
-        found = [getattr(cell, f"{name}_upper") for name in names]
+        problem = facts.problem(head.problem)
+        key = (problem.op, _arithmetic(problem, head.kernel), name)
+        found = [getattr(head, f"{metric}_upper") for metric in names]
         here = worst.setdefault(key, {})
         here[problem] = [*map(max, here.get(problem, found), found)]
     return [

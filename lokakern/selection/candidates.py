@@ -18,7 +18,12 @@ from lokakern.types import Device, Environment, Granularity, Problem
 
 if TYPE_CHECKING:
     from lokakern.registry.schema.records import KernelRow
-    from lokakern.registry.snapshot.cells import AccuracyCell, TimingCell
+    from lokakern.registry.snapshot.cells import (
+        AccuracyCell,
+        AccuracyHead,
+        TimingCell,
+        TimingHead,
+    )
     from lokakern.registry.snapshot.snapshot import Snapshot
 
 FRESHNESS = ("fresh", "usable", "stale")  # from best to worst, see `freshness_of`
@@ -332,7 +337,9 @@ def _toolchain(kernel: KernelRow, environment: Environment) -> tuple[str, ...]:
     return tools
 
 
-def freshness_of(cell: TimingCell | AccuracyCell, local: bool, facts: Snapshot) -> str:
+def freshness_of(
+    cell: TimingCell | AccuracyCell | TimingHead | AccuracyHead, local: bool, facts: Snapshot
+) -> str:
     """Fresh: equal digest and toolchain; usable: another toolchain; stale: another digest."""
     if not is_current(cell.kernel):
         return "stale"

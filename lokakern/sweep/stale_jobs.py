@@ -8,8 +8,8 @@ rows there and none is fresh. A fresh row replaces all older ones, also if its s
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 from lokakern.device import devices_here
 from lokakern.errors import UnknownNameError
@@ -23,25 +23,33 @@ from lokakern.workloads.suites import Case
 
 if TYPE_CHECKING:
     from lokakern.registry.schema.records import KernelRow
-    from lokakern.registry.snapshot.cells import AccuracyCell, TimingCell
+    from lokakern.registry.snapshot.cells import AccuracyCell, AccuracyHead, TimingHead
     from lokakern.registry.snapshot.snapshot import Snapshot
 
 ErrorClass = tuple[str, str, str]  # granularity, b_granularity and accumulation of a `KernelRow`
 # Words for rows in the order in which dispatch reads them: `freshness_of`, and "unverified" for
 # rows of current kernels that were imported and not verified.
 WORDS = ("fresh", "usable", "unverified", "stale")
+OLDER = "older"  # of which dispatch reads another instead
+Head = TypeVar("Head", "TimingHead", "AccuracyHead")
 
 
-def fresher(one: str | None, other: str) -> str:
-    """The one of two `WORDS` that dispatch reads first; the first may be None."""
-    return other if one is None else min(one, other, key=WORDS.index)
+def without_superseded(
+    found: Sequence[tuple[Head, str]], place: Callable[[Head], Hashable]
+) -> list[tuple[Head, str]]:
+    """Rows with their words, `OLDER` where the word of another at the same place comes first."""
+    best: dict[Hashable, str] = {}
+    for head, word in found:
+        here = place(head)
+        best[here] = min(best.get(here, word), word, key=WORDS.index)
+    return [(head, word if word == best[place(head)] else OLDER) for head, word in found]
 
 
 class Staleness:
     """Freshness, a word of `WORDS`, of all rows that dispatch could read for a device and a regime.
 
     Attributes:
-        timings: Every timing with its word.
+        timings: Every timing with its word, or "older" if one of its kernel and problem is fresher.
         times: For each timed problem, the best word of each kernel, by name.
     """
 
@@ -51,14 +59,16 @@ class Staleness:
         self._words: dict[tuple[KernelRow, str, str], str] = {}
         self._errors: dict[tuple[Problem, ErrorClass], list[tuple[AccuracyCell, str]]] = {}
         self._problem_key = functools.cache(key_of)  # needed for many classes of each problem
-        self.timings = [(cell, self._word(cell)) for cell in facts.timings_on(device, regime)]
-        self.times: dict[Problem, dict[str, str]] = {}
-        for cell, word in self.timings:
-            here = self.times.setdefault(cell.problem, {})
-            here[cell.kernel.name] = fresher(here.get(cell.kernel.name), word)
+        found = [(head, self.word(head)) for head in facts.timing_heads(device, regime)]
+        self.timings = without_superseded(found, lambda head: (head.problem, head.kernel.name))
+        by_problem: dict[str, dict[str, str]] = {}
+        for head, word in self.timings:
+            if word != OLDER:
+                by_problem.setdefault(head.problem, {})[head.kernel.name] = word
+        self.times = {facts.problem(key): words for key, words in by_problem.items()}
 
-    def _word(self, cell: TimingCell | AccuracyCell) -> str:
-        """The word for a cell, cached by kernel, environment and tier."""
+    def word(self, cell: AccuracyCell | TimingHead | AccuracyHead) -> str:
+        """The word for a row, cached by kernel, environment and tier."""
         key = (cell.kernel, cell.environment, cell.tier)
         if key not in self._words:
             word = freshness_of(cell, self._local, self._facts)
@@ -72,7 +82,7 @@ class Staleness:
             cells = self._facts.accuracy_cells_of_class(
                 self._device.architecture, self._problem_key(asked), *which
             )
-            self._errors[key] = [(cell, self._word(cell)) for cell in cells]
+            self._errors[key] = [(cell, self.word(cell)) for cell in cells]
         return self._errors[key]
 
     def is_stale(self, job: Job) -> bool:

@@ -29,9 +29,11 @@ from lokakern.registry.schema import row_keys
 from lokakern.registry.schema.records import DistributionRow, KernelRow
 from lokakern.registry.snapshot.cells import (
     AccuracyCell,
+    AccuracyHead,
     HostCostCell,
     TestResultCell,
     TimingCell,
+    TimingHead,
 )
 from lokakern.registry.snapshot.facts import Facts, Image, Row, image_of_rows
 from lokakern.registry.sqlite_file import FACTS, STATUSES
@@ -418,6 +420,39 @@ class Snapshot:
             for where, status, kernel, key, regime in map(pick, self._facts.at("timing", problems))
             if (where, status) == (here, "ok") and self._is_current(kernel)
         }
+
+    def problem(self, key: str) -> Problem:
+        """The problem of a head.
+
+        Raises:
+            DatabaseError: There is none of that key.
+        """
+        return self._entity(Problem, key)
+
+    def timing_heads(self, device: Device, regime: str) -> Iterator[TimingHead]:
+        """Every timing on a device in a regime, without what was measured."""
+        where = {"device": row_keys.key_of(device), "regime": regime}
+        for head, _ in self._heads("timing", (), where):
+            yield TimingHead(*head)
+
+    def accuracy_heads(self, architecture: str) -> Iterator[AccuracyHead]:
+        """Every accuracy on an architecture, without most of what was measured."""
+        columns = AccuracyHead._fields[len(TimingHead._fields) :]
+        where = {"architecture": architecture}
+        for head, (distribution, *rest) in self._heads("accuracy", columns, where):
+            found = self._entity(DistributionRow, distribution)
+            yield AccuracyHead._make((*head, found, *rest))
+
+    def _heads(
+        self, name: str, more: Sequence[str], where: Mapping[str, str]
+    ) -> Iterator[tuple[Row, Row]]:
+        columns = ("key", "kernel", "problem", "environment", "run", "measured_utc_ms", *more)
+        grades = self._column("run", "grade")
+        for row in self._facts.picked(name, columns, **where):
+            key, kernel, problem, environment, run, measured = row[:6]
+            of = self._entity(KernelRow, kernel)
+            head = (of, problem, environment, grades[run], measured, self._tier(name, key))
+            yield head, row[6:]
 
     def timings_on(self, device: Device, regime: str) -> Iterator[TimingCell]:
         """Every timing on a device in a regime."""

@@ -230,6 +230,28 @@ def test_test_results(snapshot: Snapshot) -> None:
     assert cell.reason == "1 > 0.5" and snapshot.environment(cell.environment) == NOW
 
 
+def test_heads_are_what_cells_are_of(snapshot: Snapshot) -> None:
+    heads = [
+        (head.kernel, snapshot.problem(head.problem), *head[2:])
+        for head in snapshot.timing_heads(H200, "graph-cold")
+    ]
+    cells = [
+        (c.kernel, c.problem, c.environment, c.grade, c.measured_utc_ms, c.tier)
+        for c in snapshot.timings_on(H200, "graph-cold")
+    ]
+    assert len(heads) == 8 and sorted(heads, key=str) == sorted(cells, key=str)
+    errors = sorted(
+        (h.kernel.name, h.distribution.name, h.seed, h.status, h.row_err_upper, h.grade)
+        for h in snapshot.accuracy_heads("sm_90")
+    )
+    asked = row_keys.key_of(PROBLEM)
+    assert errors == sorted(
+        (c.kernel.name, c.distribution, c.seed, c.status, c.row_err_upper, c.grade)
+        for name in {row.name for row in snapshot.kernels}
+        for c in snapshot.accuracy_cells("sm_90", name, asked)
+    )
+
+
 def test_timing_outcomes(snapshot: Snapshot) -> None:
     outcomes = snapshot.timing_outcomes()
     assert ("cuda.row", NEW.digest, H200, "out_of_memory", "needs 200 GiB", "") in outcomes
