@@ -256,14 +256,14 @@ def _asked_for(
 ) -> list[Case]:
     """Cases named on the command line or in the ledger of misses."""
     from lokakern.registry.register import fp8_format
-    from lokakern.selection import misses
+    from lokakern.selection import misses, remedies
     from lokakern.workloads.suites import Case
 
     cases = options.cases_of(shapes, epilogue, fp8_format(device))
     asked = [misses.parse(text) for text in problems]
     asked += [missed for missed, _ in misses.read()] if from_misses else []
     for found in asked:
-        reason = misses.why_not_measurable(found)
+        reason = remedies.why_not_measurable(found)
         if reason is not None:
             raise MeasurementError(f"{found} cannot be measured: {reason}")
         cases.append(Case(found, "X1"))

@@ -12,6 +12,7 @@ from lokakern.device import current_device
 from lokakern.errors import UnsupportedError
 from lokakern.registry.register import Kernel
 from lokakern.selection.candidates import ERRORS_OF_ANOTHER_N
+from lokakern.selection.remedies import miss_words
 from lokakern.selection.table import Pick, Table
 from lokakern.types import REALISTIC_DISTRIBUTIONS, Problem
 
@@ -142,7 +143,7 @@ class Choice:
         name = pick.name or "no kernel"
         lines = [f"{self.problem} on {table.device.product}{within}: {name}, {how}"]
         if pick.note:
-            lines.append(f"  miss: {pick.note}")
+            lines.append(f"  miss: {miss_words(table, pick, self.m)}")
         if table.host:
             lines.append(f"  host cost: {_host_words(pick, table)}")
         if pick.prediction is not None and pick.prediction.transferred_from:

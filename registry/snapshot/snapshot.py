@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import cached_property
-from operator import itemgetter
+from operator import itemgetter, ne
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -420,6 +420,40 @@ class Snapshot:
             for where, status, kernel, key, regime in map(pick, self._facts.at("timing", problems))
             if (where, status) == (here, "ok") and self._is_current(kernel)
         }
+
+    def timed_nearest(self, device: Device, problem: Problem, regime: str) -> Problem | None:
+        """The problem of an op timed there with success that differs least, without its m.
+
+        In attributes first, then in n and k by their ratios. Of kernels as they are now.
+        """
+        asked = row_keys.row_of(problem)
+        others = sorted({*self._columns["problem"]} - {"key", "m", "n", "k"})
+        pick, sizes = self._picker("problem", *others), self._picker("problem", "n", "k")
+        attributes = [asked[name] for name in others]
+
+        def distance(key: str) -> tuple[int, float, str]:
+            row = self._by_key["problem"][key]
+            differ = sum(map(ne, attributes, pick(row)))
+            n, k = sizes(row)
+            away = abs(math.log(n / problem.n)) + abs(math.log(k / problem.k))
+            return differ, away, key
+
+        timed = self._timed_problems(row_keys.key_of(device), regime, problem.op)
+        for key in sorted(timed, key=distance):
+            if any(map(self._is_current, timed[key])):
+                return replace(self._entity(Problem, key), m=0)
+        return None
+
+    @_kept
+    def _timed_problems(self, device: str, regime: str, op: str) -> dict[str, list[str]]:
+        """Keys of an op's problems that were timed there with success, with those of kernels."""
+        of_op = self._place["problem"]["op"]
+        where = {"device": device, "regime": regime, "status": "ok"}
+        found: dict[str, list[str]] = {}
+        for problem, kernel in self._facts.picked("timing", ("problem", "kernel"), **where):
+            if self._by_key["problem"][problem][of_op] == op:
+                found.setdefault(problem, []).append(kernel)
+        return found
 
     def problem(self, key: str) -> Problem:
         """The problem of a head.
