@@ -189,6 +189,7 @@ def _print_choice(choice: Choice, how: OutputFormat) -> None:
             "why": miss_words(choice.table, choice.pick, choice.m) if choice.is_miss else None,
             "predicted": None if choice.predicted is None else asdict(choice.predicted),
             "tied": choice.tied, "errors": choice.errors, "rejected": choice.rejected,
+            "left_out": choice.left_out,
         }  # fmt: skip
         print(json.dumps(facts, indent=2))
         return

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from lokakern.device import current_environment
 from lokakern.problems import accuracy_problem, baseline_name
-from lokakern.registry.libraries import named
+from lokakern.registry.libraries import named, plugin_of, why_not_tried
 from lokakern.registry.register import KERNELS, Kernel, fp8_format
 from lokakern.registry.staleness import is_current
 from lokakern.selection.ties import margin_us
@@ -221,7 +221,7 @@ def candidate_of(
     local, device = evidence.local, evidence.device
     kernel = KERNELS.get(name)
     if local and kernel is None:
-        return "is in the database but not registered here"
+        return _why_not_registered(cells, device)
     for library in kernel.libraries if kernel is not None else ():
         absent = named(library).why_not_here()
         if absent is not None:
@@ -268,6 +268,17 @@ def candidate_of(
         unquantized, bounds.is_verified, not all(time.is_verified for time in times.values()), ours,
         bounds.n, tuple(set_aside),
     )  # fmt: skip
+
+
+def _why_not_registered(cells: list[TimingCell], device: Device) -> str:
+    """Why a kernel is in the database but not here: that of its plugin, if it is of one."""
+    modules = (module for cell in cells for module in cell.kernel.modules)
+    for module in dict.fromkeys(m for m in modules if m.startswith("python:")):
+        plugin = plugin_of(module.removeprefix("python:"))
+        why = why_not_tried(plugin, device) if plugin is not None else None
+        if why is not None:
+            return why
+    return "is in the database but not registered here"
 
 
 def _class_of(kernel: Kernel | None, cells: list[TimingCell]) -> KernelRow:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lokakern.device import current_device
 from lokakern.errors import UnsupportedError
-from lokakern.registry.register import Kernel
+from lokakern.registry.register import Kernel, load_kernels
 from lokakern.selection.candidates import ERRORS_OF_ANOTHER_N
 from lokakern.selection.remedies import miss_words
 from lokakern.selection.table import Pick, Table
@@ -112,6 +112,12 @@ class Choice:
         return dict(self.pick.rejected)
 
     @property
+    def left_out(self) -> tuple[str, ...]:
+        """Why plugins here have no kernel among these, such as "x changed since it was tried"."""
+        unavailable = load_kernels() if self.table.callable_here else {}
+        return tuple(why for module, why in unavailable.items() if module.startswith("plugin "))
+
+    @property
     def errors(self) -> dict[str, float]:
         """The largest stored bounds of the winner over the distributions."""
         return dict(self.pick.candidate.errors) if self.pick.candidate else {}
@@ -174,6 +180,7 @@ class Choice:
             lines.append(f"  judged on {', '.join(table.distributions)} only")
         width = max((len(name) for name, _ in pick.rejected), default=0)
         lines += [f"  {name:<{width}}  rejected: {why}" for name, why in sorted(pick.rejected)]
+        lines += [f"  plugin left out: {why}" for why in self.left_out]
         return "\n".join(lines)
 
     def __call__(self, *operands: Any, **options: Any) -> Any:
