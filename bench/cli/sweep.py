@@ -399,6 +399,9 @@ def _tell(done: SweepReport, target: Source, only_stale: bool) -> None:
     others = "fresh or never measured" if only_stale else "there already"
     say(f"{done.timed} times of {done.problems} problems and {done.measured} errors in "
         f"{done.seconds:.0f} s, {done.skipped} were {others}; database {target}")  # fmt: skip
+    if done.unsteady:
+        say(f"{done.unsteady} of these times are unsteady (they vary by more than 25 %): measure "
+            "again with --fresh when nothing else runs here")  # fmt: skip
     for words in done.given_up:
         say(f"given up: {words}; --retry launches it again")
     for failure in done.failures[:20]:

@@ -13,7 +13,7 @@ from lokakern.problems import accuracy_problem, baseline_name
 from lokakern.registry.libraries import named, plugin_of, why_not_tried
 from lokakern.registry.register import KERNELS, Kernel, fp8_format
 from lokakern.registry.staleness import is_current
-from lokakern.selection.ties import margin_us
+from lokakern.selection.ties import is_unsteady, margin_us
 from lokakern.types import Device, Environment, Granularity, Problem
 
 if TYPE_CHECKING:
@@ -79,6 +79,7 @@ class Time:
     freshness: str
     run_count: int
     is_verified: bool = True  # measured here, or imported and verified here
+    is_steady: bool = True  # see `lokakern.selection.ties.is_unsteady`
     host: HostCost | None = None
     _gpu_us: float | None = None  # None without a host cost, where it is latency_us
 
@@ -170,6 +171,7 @@ class Candidate:
                 worse,
                 min(low.run_count, high.run_count),
                 low.is_verified and high.is_verified,
+                low.is_steady and high.is_steady,
             ),
             True,
         )
@@ -405,7 +407,8 @@ def _times(graded: list[tuple[TimingCell, str]]) -> dict[int, Time]:
         p50 = statistics.median(map(statistics.median, by_run.values()))
         margin = max(margin_us(c.latency_us_p20, c.latency_us_p80, c.replay_count)
                      for c, _ in chosen)  # fmt: skip
-        times[m] = Time(p50, margin, chosen[0][1], len(by_run), not chosen[0][0].tier)
+        is_steady = not any(is_unsteady(c.latency_us_p20, c.latency_us_p80) for c, _ in chosen)
+        times[m] = Time(p50, margin, chosen[0][1], len(by_run), not chosen[0][0].tier, is_steady)
     return times
 
 

@@ -142,6 +142,7 @@ class Choice:
             runs = [f"{count} run" + ("s" if count > 1 else "")] if count else []
             facts = [kind, *runs, table.regime]
             facts += [pick.time.freshness] if pick.time.freshness != "fresh" else []
+            facts += [] if pick.time.is_steady else ["unsteady"]
             facts += [] if pick.time.is_verified else ["imported and not verified"]
             how = f"{pick.time.latency_us:.2f} us ({', '.join(facts)})"
         if pick.prediction is not None and not pick.prediction.transferred_from:
