@@ -12,6 +12,7 @@ from lokakern import native
 from lokakern.bench.report import library_smoke
 from lokakern.bench.report.coverage import ALWAYS_TOLD, COUNTED, Holdings
 from lokakern.device import current_device, current_environment
+from lokakern.progress import tell
 from lokakern.registry import libraries
 from lokakern.registry.coverage import coverage_of
 from lokakern.registry.register import KERNELS, load_kernels
@@ -66,11 +67,14 @@ def rows_of(what: str, *, brief: bool = False, device: str | None = None) -> lis
 
 def _kernels() -> list[Row]:
     """A row for each kernel and state, with the architectures of that state."""
+    tell("reading kernels", 0)
     unavailable = load_kernels()
+    tell("reading kernels", 0.3)
     kernels = [kernel for _, kernel in sorted(KERNELS.items())]
     alike: dict[tuple[str, str, str], list[str]] = {}
     for found in coverage_of(dispatcher.snapshot(), kernels):
         alike.setdefault((found.kernel, found.state, found.why), []).append(found.architecture)
+    tell("reading kernels", 1)
     rows = [
         {
             "kernel": name,
@@ -106,9 +110,12 @@ def _kernels() -> list[Row]:
 def _libraries() -> list[Row]:
     """A row for each adapter and plugin; `won` counts problems where its kernel is the fastest."""
     device = current_device()
+    tell("reading times", 0)
     won = wins_of(dispatcher.snapshot(), device)
+    tell("reading times", 0.7)
     unavailable = load_kernels()
     rows = []
+    tell("reading times", 1)
     for library in library_smoke.known():
         state, why = library_smoke.state_of(library, device)
         failure = unavailable.get(f"plugin {library.name}")

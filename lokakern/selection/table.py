@@ -419,12 +419,12 @@ def _unmeasured(name: str, kernel: Kernel | None) -> Candidate:
 
 
 def _us_words(time: Time) -> str:
-    """A time, marked if it is that of the host, not fresh, unsteady, or unverified."""
+    """A time, marked if it is that of the host, stale, unsteady, or unverified."""
     of_host = " of the host" if time.is_of_host else ""
-    freshness = "" if time.freshness == "fresh" else f", {time.freshness}"
-    freshness += "" if time.is_steady else ", unsteady"
+    stale = ", stale" if time.freshness == "stale" else ""
+    unsteady = "" if time.is_steady else ", unsteady"
     unverified = "" if time.is_verified else ", imported and not verified"
-    return f"{time.latency_us:.2f} us{of_host}{freshness}{unverified}"
+    return f"{time.latency_us:.2f} us{of_host}{stale}{unsteady}{unverified}"
 
 
 def _range_words(measured: list[int]) -> str:
