@@ -96,6 +96,8 @@ def explain(
     from lokakern.selection import dispatcher
     from lokakern.types import ErrorBudget
 
+    if op[:1].isdigit():  # sizes alone are those of the default
+        op, sizes = "gemm", [op, *(sizes or [])]
     sources = {"--shapes": shapes, "--model": model, "--probe": probe}
     given = [name for name, value in sources.items() if value is not None]
     wrong: dict[str, object]

@@ -246,7 +246,7 @@ def sweep(
         f"about {duration(report.estimated_s)}"
         + (f" on {ranks.world} ranks" if ranks.world > 1 else "")
     )
-    if words := load.words():
+    if ranks.world == 1 and (words := load.words()):  # ranks are others to each other
         progress.note(words)
     if device.is_gpu and len(todo) >= FEWEST_PREBUILT:
         launched = [job.case.problem for job in todo]

@@ -450,13 +450,15 @@ def test_explain_reports_an_unmeasured_problem_as_a_miss(command: Command, measu
     assert "; nearest is n=32 k=32 (n and k differ); measure it with: " in facts["why"]
 
 
-@pytest.mark.parametrize("sizes", [("64", "32", "32"), ("64,32,32",)])
+@pytest.mark.parametrize(
+    "words", [("gemm", "64", "32", "32"), ("gemm", "64,32,32"), ("64", "32", "32"), ("64,32,32",)]
+)
 def test_explain_takes_sizes_as_arguments(
-    command: Command, measured: str, sizes: tuple[str, ...]
+    command: Command, measured: str, words: tuple[str, ...]
 ) -> None:
     asked = command("explain", "--shape", "64,32,32", "--json", "--db", measured).json
-    assert command("explain", "gemm", *sizes, "--json", "--db", measured).json == asked
-    ran = command("explain", "gemm", *sizes, "--shape", "64,32,32", "--db", measured)
+    assert command("explain", *words, "--json", "--db", measured).json == asked
+    ran = command("explain", *words, "--shape", "64,32,32", "--db", measured)
     assert ran.code == 2 and "goes without M N K" in ran.err
 
 
