@@ -106,10 +106,10 @@ class _Rows:
     """The rows of a snapshot by kernel name and architecture."""
 
     def __init__(self, facts: Snapshot) -> None:
-        self._times: dict[tuple[str, str], list[tuple[str, Device, str, str]]] = {}
+        self._times: dict[tuple[str, str], list[tuple[str, Device, str, str, str]]] = {}
         self._tests: dict[tuple[str, str], list[TestResultCell]] = {}
-        for name, digest, device, status, reason in sorted(facts.timing_outcomes(), key=str):
-            row = (digest, device, status, reason)
+        for name, digest, device, status, reason, tier in sorted(facts.timing_outcomes(), key=str):
+            row = (digest, device, status, reason, tier)
             self._times.setdefault((name, device.architecture), []).append(row)
         for cell in facts.test_results:  # the last of a suite is the newest
             self._tests.setdefault((cell.kernel.name, cell.architecture), []).append(cell)
@@ -128,19 +128,22 @@ class _Rows:
 
     def timed(self, kernel: Kernel, architecture: str) -> _Verdict:
         rows = self._times.get((kernel.name, architecture), [])
-        present = [row for row in rows if self._is_of(kernel, row[0])]
-        for _, device, status, reason in present:
+        known = [row for row in rows if self._is_of(kernel, row[0])]
+        present = [row for row in known if not row[-1]]  # hearsay is no evidence
+        for _, device, status, reason, _ in present:
             if status in BROKEN:  # whatever it does elsewhere, or did at another time
                 return _Verdict("failed", f"{status} on {device.product}: {reason}")
-        good = sorted({device.product for _, device, status, _ in present if status == "ok"})
+        good = sorted({device.product for _, device, status, *_ in present if status == "ok"})
         if good:
-            others = sorted({status for _, _, status, _ in present} - {"ok"})
+            others = sorted({status for _, _, status, *_ in present} - {"ok"})
             return _Verdict("ok", "; ".join([", ".join(good), *(f"also {s}" for s in others)]))
         if present:
-            _, device, status, reason = present[0]
+            _, device, status, reason, _ = present[0]
             return _Verdict("failed", f"no time on {device.product}: {status}: {reason}")
+        products = ", ".join(sorted({device.product for _, device, *_ in known or rows}))
+        if known:
+            return _Verdict("none", f"timed on {products} by others, and not verified")
         if rows:
-            products = ", ".join(sorted({device.product for _, device, _, _ in rows}))
             return _Verdict("stale", f"changed since it was timed on {products}")
         return _Verdict("none", "never timed")
 

@@ -20,6 +20,7 @@ DIMENSIONS = ("device", "environment", "kernel", "problem", "distribution", "run
 # Facts refer to dimensions, in columns of their names.
 FACTS = ("timing", "accuracy", "test_result", "host_cost")
 TABLE_NAMES = (*DIMENSIONS, *FACTS)
+GRADES = ("full", "quick")
 STATUSES = ("ok", "wrong", "error", "out_of_memory", "timeout", "crashed", "unsupported")
 KEY_BYTES = 32  # of a fact
 # `schema_digest` of files that are read as they are, by version: so that reading takes no model of

@@ -25,6 +25,9 @@ def explain(
     op: Annotated[
         str, typer.Argument(help="gemm, gemm_norm, scaled_gemm, quantize, norm_quantize, ...")
     ] = "gemm",
+    sizes: Annotated[
+        list[str] | None, typer.Argument(metavar="M N K", help="Sizes, instead of --shape.")
+    ] = None,
     shape: Annotated[str | None, typer.Option(help="m,n,k or m,k. Default: 32768,512,512.")] = None,
     shapes: Annotated[
         Path | None,
@@ -93,14 +96,16 @@ def explain(
     from lokakern.selection import dispatcher
     from lokakern.types import ErrorBudget
 
+    if op[:1].isdigit():  # sizes alone are those of the default
+        op, sizes = "gemm", [op, *(sizes or [])]
     sources = {"--shapes": shapes, "--model": model, "--probe": probe}
     given = [name for name, value in sources.items() if value is not None]
     wrong: dict[str, object]
     if given:
         reason = f"goes without {given[0]}"
         wrong = dict.fromkeys(given[1:], True) | {
-            "OP": op != "gemm", "--shape": shape, "--prepared": prepared, "--bias": bias,
-            "--epilogue": epilogue, "--scale": scale, "--out-scale": out_scale,
+            "OP": op != "gemm", "M N K": sizes, "--shape": shape, "--prepared": prepared,
+            "--bias": bias, "--epilogue": epilogue, "--scale": scale, "--out-scale": out_scale,
         }  # fmt: skip
     else:
         reason = "goes with --shapes, --model or --probe"
@@ -112,15 +117,17 @@ def explain(
     if bias and epilogue is not None:
         raise typer.BadParameter("goes without --epilogue, which has bias as a word",
                                  param_hint="--bias")  # fmt: skip
+    if sizes and shape is not None:
+        raise typer.BadParameter("goes without M N K", param_hint="--shape")
     if rows is not None and model is None:
         raise typer.BadParameter("goes with --model", param_hint="--rows")
-    sizes = options.shape_of(shape or "32768,512,512")
+    asked_for = options.shape_of(shape or ",".join(sizes or ["32768,512,512"]))
     timing = regime.value if regime else None
     with reading(db):
         target = dispatcher.device_named(device)
         if not given:
             fields = _fields(op, target, prepared, bias, epilogue, scale, out_scale)
-            choice = dispatcher.dispatch(op, sizes, budget, distribution=distribution,
+            choice = dispatcher.dispatch(op, asked_for, budget, distribution=distribution,
                                          device=target, regime=timing, **fields)  # fmt: skip
             _print_choice(choice, how)
             return
@@ -171,16 +178,20 @@ def _fields(
 
 def _print_choice(choice: Choice, how: OutputFormat) -> None:
     from lokakern.selection import dispatcher
+    from lokakern.selection.remedies import miss_words
 
     if how is OutputFormat.JSON:
         facts = {
             "problem": str(choice.problem), "device": choice.table.device.product,
             "kernel": choice.kernel, "latency_us": choice.latency_us,
+            "freshness": choice.pick.time.freshness if choice.pick.time else None,
             "regime": choice.table.regime, "gpu_us": choice.gpu_us, "host_us": choice.host_us,
             "host_cost": choice.table.host or None, "interpolated": choice.interpolated,
             "miss": choice.is_miss,
+            "why": miss_words(choice.table, choice.pick, choice.m) if choice.is_miss else None,
             "predicted": None if choice.predicted is None else asdict(choice.predicted),
             "tied": choice.tied, "errors": choice.errors, "rejected": choice.rejected,
+            "left_out": choice.left_out,
         }  # fmt: skip
         print(json.dumps(facts, indent=2))
         return

@@ -140,7 +140,6 @@ def says_errors(command: Callable[..., None]) -> Callable[..., None]:
         if as_json:
             kwargs["how"] = OutputFormat.JSON
         try:
-            lokakern._import_at_once()
             with _showing_progress(quiet=bool(kwargs.get("quiet"))):
                 command(*args, **kwargs)
         except LokakernError as error:
@@ -169,11 +168,16 @@ def says_errors(command: Callable[..., None]) -> Callable[..., None]:
 
 @contextmanager
 def _showing_progress(*, quiet: bool) -> Iterator[None]:
-    """Show progress bars of long work on a terminal."""
+    """Import the library, and show on a terminal that it takes time, and bars of long work."""
     if quiet or not sys.stderr.isatty():
+        lokakern._import_at_once()
         yield
         return
-    from lokakern.render.terminal import TerminalProgress  # rich, which takes time to import
+    from rich.console import Console  # which takes time to import
+
+    with Console(stderr=True).status("importing torch"):
+        lokakern._import_at_once()
+    from lokakern.render.terminal import TerminalProgress
 
     with TerminalProgress():
         yield

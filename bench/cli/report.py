@@ -72,9 +72,9 @@ def _of_device(
             page = page_of(survey)
             with options.writing(out):
                 out.write_text(page, encoding="utf-8")
-            problems = sum(op["problems"] for op in survey.ops)
-            say(f"{out}: {len(survey.ops)} ops, {problems} problems, {len(survey.times)} times of "
-                f"{survey.device.product}, {len(page.encode()) / 1e6:.1f} MB")  # fmt: skip
+            say(f"{out}: {len(survey.ops)} ops of {survey.device.product}, "
+                f"{len(page.encode()) / 1e6:.1f} MB; times: {survey.totals['times']}; "
+                f"errors: {survey.totals['errors']}")  # fmt: skip
     if out is None and png is None:
         columns = ["op", "form", "m", "n", "k", "kernel", "us", "plain_us", "speedup", "row_err",
                    "note"]  # fmt: skip

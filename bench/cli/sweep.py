@@ -256,14 +256,14 @@ def _asked_for(
 ) -> list[Case]:
     """Cases named on the command line or in the ledger of misses."""
     from lokakern.registry.register import fp8_format
-    from lokakern.selection import misses
+    from lokakern.selection import misses, remedies
     from lokakern.workloads.suites import Case
 
     cases = options.cases_of(shapes, epilogue, fp8_format(device))
     asked = [misses.parse(text) for text in problems]
     asked += [missed for missed, _ in misses.read()] if from_misses else []
     for found in asked:
-        reason = misses.why_not_measurable(found)
+        reason = remedies.why_not_measurable(found)
         if reason is not None:
             raise MeasurementError(f"{found} cannot be measured: {reason}")
         cases.append(Case(found, "X1"))
@@ -399,6 +399,9 @@ def _tell(done: SweepReport, target: Source, only_stale: bool) -> None:
     others = "fresh or never measured" if only_stale else "there already"
     say(f"{done.timed} times of {done.problems} problems and {done.measured} errors in "
         f"{done.seconds:.0f} s, {done.skipped} were {others}; database {target}")  # fmt: skip
+    if done.unsteady:
+        say(f"{done.unsteady} of these times are unsteady (they vary by more than 25 %): measure "
+            "again with --fresh when nothing else runs here")  # fmt: skip
     for words in done.given_up:
         say(f"given up: {words}; --retry launches it again")
     for failure in done.failures[:20]:

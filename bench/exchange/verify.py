@@ -28,6 +28,7 @@ from lokakern.registry.register import KERNELS, fp8_format, load_kernels
 from lokakern.registry.schema.records import AccuracyRecord
 from lokakern.registry.sqlite_file import FACTS
 from lokakern.registry.storage.reader import Rows, read_rows
+from lokakern.selection.ties import is_unsteady
 from lokakern.sweep.worker import (
     CPU_WATCHDOG_S,
     GPU_WATCHDOG_S,
@@ -51,7 +52,6 @@ WHOLE_FACTOR, PLACE, PLACED_SHARE = 1.25, 0.15, 0.9
 FARTHEST = 0.5  # out of place: a single time this far off is not noise
 LARGER_ERROR = 1.05  # with one seed, errors differ only by the order of sums
 SHIFTED = 0.01  # of the row error: the mean shift from another order of sums
-UNSTEADY = 1.25  # p80 over p20 of an unreliable time
 FEWEST = 3  # rows needed to judge a kind
 STEADY = ("row_err_upper", "row_p99_upper", "rel_err_upper")
 SHOWN = 3  # printed disagreements
@@ -258,7 +258,7 @@ class _Again:
             return {column: float(getattr(record.errors, column)) for column in ERROR_COLUMNS}
         p20, p50, p80 = record.latency_us_p20, record.latency_us_p50, record.latency_us_p80
         assert p20 is not None and p50 is not None and p80 is not None
-        if p80 > UNSTEADY * p20:
+        if is_unsteady(p20, p80):
             self._unsteady += 1
             return None
         return {"latency_us_p50": p50}

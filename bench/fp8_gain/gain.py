@@ -231,6 +231,8 @@ def _row(product: Product, gemm: str, ways: Sequence[Sequence[Choice]]) -> Row:
         why = _why_quantized(choice) if is_explained else _why_plain([c for c, _ in timed])
         if place:
             why += "; times without the bias"
+        if choice.pick.time is not None and choice.pick.time.freshness == "stale":
+            why += "; a stale time"
         return Row(product, gemm, state, choice.kernel, us, plain, choice.errors.get("row_err"),
                    why)  # fmt: skip
     return _predicted_row(product, gemm, ways) or Row(

@@ -186,7 +186,7 @@ def fit(facts: Snapshot, device: Device, regime: str, progress: Progress) -> tup
     least = np.maximum(sizes.min(0), LEAST)
     content = File(
         format=FORMAT, features=features.VERSION, device=asdict(device), regime=regime,
-        rows_digest=facts.keys_digest, rates=rates, least=_triple(least),
+        rows_digest=facts.digest, rates=rates, least=_triple(least),
         largest=_triple(sizes.max(0)), coverage=COVERAGE, spreads=spreads, kernels=kernels,
         fitted_by=f"lokakern {__version__}",
     )  # fmt: skip

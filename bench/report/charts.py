@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lokakern.bench.report.coverage import COUNTED
 from lokakern.errors import DatabaseError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -34,7 +35,6 @@ TITLES = {
     "freshness": "Rows that are as new as their kernels",
 }
 COVERED = ("covered", "partly", "not timed")  # by all kernels that support a problem, some, none
-FRESH = ("fresh", "usable", "stale", "older")
 # Tints behind letters and numbers have a contrast of at least 4.5 to the text on them; `ordinal`
 # are for points, with at least 3 to the background.
 THEMES: dict[str, dict[str, Any]] = {
@@ -395,7 +395,7 @@ def held_pictures() -> dict[str, Spec]:
     """The views of the coverage (problems) and the freshness (rows of the database) of all ops."""
     coverage, freshness = (
         _shares(states, f"share of {what}")
-        for states, what in ((COVERED, "problems"), (FRESH, "rows"))
+        for states, what in ((COVERED, "problems"), (COUNTED, "rows"))
     )
     rest = {"calculate": "datum.problems - datum.covered - datum.untimed", "as": "partly"}
     untimed = {"calculate": "datum.untimed", "as": "not timed"}

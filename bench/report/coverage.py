@@ -1,10 +1,13 @@
-"""Coverage and staleness of the database for a device, by op and suite."""
+"""Coverage and staleness of the database for a device, by op and suite.
+
+What commands count is defined here, and for users in docs/look.md.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -14,16 +17,19 @@ from lokakern.problems import accuracy_problem
 from lokakern.progress import tell
 from lokakern.registry.libraries import named
 from lokakern.registry.register import Kernel, fp8_format, kernels_for
-from lokakern.registry.schema.tables import GRADES
-from lokakern.selection.candidates import FRESHNESS
+from lokakern.registry.schema.row_keys import key_of
+from lokakern.registry.sqlite_file import GRADES
 from lokakern.selection.dispatcher import default_regime
-from lokakern.sweep.stale_jobs import ErrorClass, Staleness, fresher
+from lokakern.sweep.stale_jobs import OLDER, WORDS, Staleness, without_superseded
 from lokakern.types import Device, Problem, Rejected
 from lokakern.workloads.suites import SUITES
 
 if TYPE_CHECKING:
-    from lokakern.registry.snapshot.cells import AccuracyCell, TimingCell
+    from lokakern.registry.snapshot.cells import AccuracyHead, TimingHead
     from lokakern.registry.snapshot.snapshot import Snapshot
+
+COUNTED = (*WORDS, OLDER)  # each row is counted under one of them
+ALWAYS_TOLD = ("fresh", "usable", "stale")  # of `COUNTED`, even if there are none
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +39,16 @@ class Holding:
     Attributes:
         part: An op, for its timed problems on the device; or a suite, for its own problems.
         of: "times", or "errors" of timed problems.
-        problems: Number of problems, or of problems with errors.
+        problems: Number of different problems, or of problems with errors.
         covered: Problems with a row, possibly a failure, of every kernel that supports them, no
             older than the kernel.
         share: `covered` over `problems`.
         untimed: Problems without any row.
         kernels: Kernels with rows.
-        rows: Rows; each is counted in one of the next four.
+        rows: Rows of times in the regime, or of errors; each is counted in one of the next five.
         fresh: By `lokakern.selection.candidates.freshness_of`, like `usable` and `stale`.
-        older: Stale or usable rows that a fresher one supersedes.
+        unverified: Rows of current kernels that were imported and not verified.
+        older: Rows that one of an earlier of these words supersedes.
         missing: Kernels without a row of a problem they support, summed over problems with rows.
         seeds: Seeds of errors.
         grade: "full", "quick" or both.
@@ -58,6 +65,7 @@ class Holding:
     rows: int
     fresh: int
     usable: int
+    unverified: int
     stale: int
     older: int
     missing: int | None
@@ -70,17 +78,17 @@ class Holding:
 class _Rows:
     """Counts of rows."""
 
-    words: Counter[str] = field(default_factory=Counter)  # of `FRESHNESS`, or "older"
+    words: Counter[str] = field(default_factory=Counter)  # of `COUNTED`
     kernels: set[str] = field(default_factory=set)
     seeds: set[int] = field(default_factory=set)
     grades: set[str] = field(default_factory=set)
     newest_utc_ms: int = 0
 
-    def add(self, cell: TimingCell | AccuracyCell, word: str) -> None:
+    def add(self, head: TimingHead | AccuracyHead, word: str) -> None:
         self.words[word] += 1
-        self.kernels.add(cell.kernel.name)
-        self.grades.add(cell.grade)
-        self.newest_utc_ms = max(self.newest_utc_ms, cell.measured_utc_ms)
+        self.kernels.add(head.kernel.name)
+        self.grades.add(head.grade)
+        self.newest_utc_ms = max(self.newest_utc_ms, head.measured_utc_ms)
 
     def join(self, other: _Rows) -> None:
         self.words += other.words
@@ -98,7 +106,6 @@ class _Rows:
             covered = sum(lack == (0, 0) for lack in lacks)
             untimed = lacks.count(None)
             missing = sum(lack[0] for lack in lacks if lack is not None)
-        day = datetime.fromtimestamp(self.newest_utc_ms / 1000, UTC)
         return Holding(
             part=part,
             of=of,
@@ -108,12 +115,32 @@ class _Rows:
             untimed=untimed,
             kernels=len(self.kernels),
             rows=self.words.total(),
-            **{word: self.words[word] for word in (*FRESHNESS, "older")},
+            **{word: self.words[word] for word in COUNTED},
             missing=missing,
             seeds=", ".join(map(str, sorted(self.seeds))) if of == "errors" else None,
-            grade=" and ".join(grade for grade in GRADES if grade in self.grades) or "-",
-            newest=f"{day:%Y-%m-%d}" if self.newest_utc_ms else "never",
+            grade=_grades_told(self.grades),
+            newest=_day_told(self.newest_utc_ms),
         )
+
+    def told(self, problems: int) -> str:
+        """The counts in words."""
+        if not self.words:
+            return "none"
+        each = (
+            f"{self.words[word]} {word}"
+            for word in COUNTED
+            if self.words[word] or word in ALWAYS_TOLD
+        )
+        return f"{self.words.total()} rows of {problems} problems: {', '.join(each)}"
+
+
+def _grades_told(grades: set[str]) -> str:
+    return " and ".join(grade for grade in GRADES if grade in grades) or "-"
+
+
+def _day_told(utc_ms: int) -> str:
+    day = datetime.fromtimestamp(utc_ms / 1000, UTC)
+    return f"{day:%Y-%m-%d}" if utc_ms else "never"
 
 
 Lack = tuple[int, int]  # kernels supporting a problem: without rows, and with stale rows only
@@ -124,12 +151,13 @@ class Holdings:
 
     def __init__(self, facts: Snapshot, device: Device, regime: str | None = None) -> None:
         self._facts, self._device = facts, device
+        tell("counting rows", 0)
         self._staleness = Staleness(facts, device, regime or default_regime(device))
-        self._rows: dict[Problem, _Rows] = {}
-        for cell, word in self._staleness.timings:
-            best = self._staleness.times[cell.problem][cell.kernel.name]
-            here = self._rows.setdefault(cell.problem, _Rows())
-            here.add(cell, word if word == best else "older")
+        rows: defaultdict[str, _Rows] = defaultdict(_Rows)
+        for head, word in self._staleness.timings:
+            rows[head.problem].add(head, word)
+        self._rows = {facts.problem(key): found for key, found in rows.items()}
+        tell("counting rows", 0.5)
         self._lacks: dict[Problem, Lack] = {}
         self._kernels = functools.cache(self._registered)
 
@@ -171,10 +199,11 @@ class Holdings:
 
     def _times(self, part: str, problems: Sequence[Problem]) -> Holding:
         rows = _Rows()
-        for problem in dict.fromkeys(problems):  # a suite may repeat one with another distribution
+        different = dict.fromkeys(problems)  # a suite may repeat one with another distribution
+        for problem in different:
             if problem in self._rows:
                 rows.join(self._rows[problem])
-        return rows.holding(part, "times", len(problems), map(self._lack, problems))
+        return rows.holding(part, "times", len(different), map(self._lack, different))
 
     def _registered(self, op: str) -> list[Kernel]:
         """Kernels of an op whose libraries are available; a plugin is tried on the device here."""
@@ -199,60 +228,51 @@ class Holdings:
             words = [
                 here.get(kernel.name)
                 for kernel in self._kernels(problem.op)
-                if here.get(kernel.name) not in ("fresh", "usable")
+                if here.get(kernel.name) in (None, "stale")
                 and not isinstance(kernel.supports(problem, self._device), Rejected)
             ]
             found = self._lacks[problem] = (words.count(None), words.count("stale"))
         return found
 
-    def errors(self) -> Iterator[tuple[Problem, AccuracyCell, str]]:
-        """Errors of timed problems: the problem of the row, the row, and its freshness.
+    def totals(self) -> dict[str, str]:
+        """Sums in words: times, errors, grades, and the newest day."""
+        times, errors = _Rows(), _Rows()
+        for rows in self._rows.values():
+            times.join(rows)
+        by_op = self._errors().values()
+        for rows, _ in by_op:
+            errors.join(rows)
+        tell("counting rows", 1)
+        grades = times.grades | errors.grades
+        return {
+            "times": times.told(len(self._rows)),
+            "errors": errors.told(sum(len(problems) for _, problems in by_op)),
+            "grades": _grades_told(grades),
+            "last measured": _day_told(max(times.newest_utc_ms, errors.newest_utc_ms)),
+        }
 
-        The freshness is a word of `FRESHNESS`, or "older" for superseded rows.
-        """
+    @functools.cached_property
+    def errors(self) -> list[tuple[AccuracyHead, str]]:
+        """Errors of timed problems with their words of `COUNTED`."""
         fp8 = fp8_format(self._device)
-        asked = dict.fromkeys(accuracy_problem(problem, fp8) for problem in self._rows)
-        classes: dict[ErrorClass, None] = dict.fromkeys(
-            (row.granularity, row.b_granularity, row.accumulation) for row in self._facts.kernels
-        )
-        for problem in asked:
-            for which in classes:
-                cells = self._staleness.errors(problem, which)
-                best: dict[tuple[str, str, int], str] = {}
-                for cell, word in cells:
-                    place = (cell.distribution, cell.parameters, cell.seed)
-                    best[place] = fresher(best.get(place), word)
-                for cell, word in cells:
-                    place = (cell.distribution, cell.parameters, cell.seed)
-                    yield problem, cell, word if word == best[place] else "older"
+        asked = {key_of(p) for p in {accuracy_problem(problem, fp8) for problem in self._rows}}
+        heads = self._facts.accuracy_heads(self._device.architecture)
+        found = [(head, self._staleness.word(head)) for head in heads if head.problem in asked]
 
-    def _errors(self) -> dict[str, tuple[_Rows, set[Problem]]]:
-        """Counts of errors and their problems, by the op of the kernel."""
-        found: dict[str, tuple[_Rows, set[Problem]]] = {}
-        for problem, cell, word in self.errors():
-            rows, problems = found.setdefault(cell.kernel.op, (_Rows(), set()))
-            rows.add(cell, word)
-            rows.seeds.add(cell.seed)
-            problems.add(problem)
+        def place(head: AccuracyHead) -> Hashable:
+            """All kernels of a numerics class share an error."""
+            kernel = head.kernel
+            of_class = (kernel.granularity, kernel.b_granularity, kernel.accumulation)
+            return head.problem, of_class, head.distribution, head.seed
+
+        return without_superseded(found, place)
+
+    def _errors(self) -> dict[str, tuple[_Rows, set[str]]]:
+        """Counts of errors and the keys of their problems, by the op of the kernel."""
+        found: defaultdict[str, tuple[_Rows, set[str]]] = defaultdict(lambda: (_Rows(), set()))
+        for head, word in self.errors:
+            rows, problems = found[head.kernel.op]
+            rows.add(head, word)
+            rows.seeds.add(head.seed)
+            problems.add(head.problem)
         return found
-
-
-def totals(holdings: Sequence[Holding]) -> dict[str, str]:
-    """Sums over ops in words (times, errors, grades, newest), and each suite."""
-    words: dict[str, str] = {}
-    for of in ("times", "errors"):
-        parts = [h for h in holdings if h.of == of and not h.part.startswith("suite ")]
-        counts = {name: sum(getattr(h, name) for h in parts) for name in (*FRESHNESS, "older")}
-        if not counts["older"]:
-            del counts["older"]
-        rows = sum(h.rows for h in parts)
-        each = ", ".join(f"{count} {name}" for name, count in counts.items())
-        words[of] = f"{rows} of {sum(h.problems for h in parts)} problems: {each}"
-        words[of] = words[of] if rows else "none"
-    words["grades"] = " and ".join(g for g in GRADES if any(g in h.grade for h in holdings)) or "-"
-    measured = [h.newest for h in holdings if h.rows]
-    words["last measured"] = max(measured, default="never")
-    for h in holdings:
-        if h.part.startswith("suite "):
-            words[h.part] = f"{h.covered} of {h.problems} problems covered ({h.share:.0%})"
-    return words

@@ -10,8 +10,9 @@ from typing import Any
 
 from lokakern import native
 from lokakern.bench.report import library_smoke
-from lokakern.bench.report.coverage import Holdings, totals
+from lokakern.bench.report.coverage import ALWAYS_TOLD, COUNTED, Holdings
 from lokakern.device import current_device, current_environment
+from lokakern.progress import tell
 from lokakern.registry import libraries
 from lokakern.registry.coverage import coverage_of
 from lokakern.registry.register import KERNELS, load_kernels
@@ -31,7 +32,7 @@ BRIEF = {
     "kernels": ("kernel", "state", "architectures", "why"),
     "libraries": ("library", "version", "state", "won", "why"),
     "coverage": (
-        "part", "of", "problems", "covered", "untimed", "fresh", "usable", "stale", "missing"
+        "part", "of", "problems", "covered", "untimed", *COUNTED, "missing"
     ),
 }  # fmt: skip
 
@@ -58,17 +59,22 @@ def rows_of(what: str, *, brief: bool = False, device: str | None = None) -> lis
     with without_garbage_collection():  # 0.7 of 6 s of the device with the shipped rows
         rows = listings[what]()
     if brief and what in BRIEF:
-        return [{column: row[column] for column in BRIEF[what]} for row in rows]
+        none = {word for word in COUNTED if not any(row.get(word) for row in rows)}
+        columns = [name for name in BRIEF[what] if name not in none.difference(ALWAYS_TOLD)]
+        return [{column: row[column] for column in columns} for row in rows]
     return rows
 
 
 def _kernels() -> list[Row]:
     """A row for each kernel and state, with the architectures of that state."""
+    tell("reading kernels", 0)
     unavailable = load_kernels()
+    tell("reading kernels", 0.3)
     kernels = [kernel for _, kernel in sorted(KERNELS.items())]
     alike: dict[tuple[str, str, str], list[str]] = {}
     for found in coverage_of(dispatcher.snapshot(), kernels):
         alike.setdefault((found.kernel, found.state, found.why), []).append(found.architecture)
+    tell("reading kernels", 1)
     rows = [
         {
             "kernel": name,
@@ -104,9 +110,12 @@ def _kernels() -> list[Row]:
 def _libraries() -> list[Row]:
     """A row for each adapter and plugin; `won` counts problems where its kernel is the fastest."""
     device = current_device()
+    tell("reading times", 0)
     won = wins_of(dispatcher.snapshot(), device)
+    tell("reading times", 0.7)
     unavailable = load_kernels()
     rows = []
+    tell("reading times", 1)
     for library in library_smoke.known():
         state, why = library_smoke.state_of(library, device)
         failure = unavailable.get(f"plugin {library.name}")
@@ -154,7 +163,11 @@ def wins_of(facts: Snapshot, device: Device) -> Counter[str]:
 def _suites() -> list[Row]:
     device = current_device()
     return [
-        {"suite": s.name, "problems": len(s.cases(device)), "what": s.title}
+        {
+            "suite": s.name,
+            "problems": len({case.problem for case in s.cases(device)}),
+            "what": s.title,
+        }
         for s in SUITES.values()
     ]
 
@@ -199,7 +212,7 @@ def _device(name: str | None) -> list[Row]:
         "snapshot digest": facts.digest,
     }
     pairs["regime"] = dispatcher.default_regime(device)
-    pairs |= totals(Holdings(facts, device).every())
+    pairs |= Holdings(facts, device).totals()
     return [{"what": what, "value": value} for what, value in pairs.items()]
 
 

@@ -19,8 +19,8 @@ from lokakern.workloads.suites import Case
 def summary_rows(facts: Snapshot, cases: list[Case], regime: str | None) -> list[dict[str, Any]]:
     """One row per problem and kernel, fastest first within a problem.
 
-    Columns: problem, kernel, median time in microseconds, the worst stored bound of the row error
-    and its distribution, largest kernel error, status.
+    Columns: problem, kernel, median time in microseconds, its spread (p80 over p20), the worst
+    stored bound of the row error and its distribution, largest kernel error, status.
     """
     device = current_device()
     regime = regime or default_regime(device)
@@ -49,6 +49,9 @@ def summary_rows(facts: Snapshot, cases: list[Case], regime: str | None) -> list
                     "problem": str(problem),
                     "kernel": cell.kernel.name,
                     "time us": cell.latency_us_p50 if cell.status == "ok" else "-",
+                    "p80/p20": cell.latency_us_p80 / cell.latency_us_p20
+                    if cell.status == "ok"
+                    else "-",
                     "worst row_err": "-" if worst[0] is None else worst[0],
                     "on": worst[1],
                     "kernel_err": cell.kernel_err if cell.status == "ok" else "-",

@@ -52,14 +52,15 @@ class Survey:
     Attributes:
         device: The device.
         regime: The regime of all times.
-        snapshot: `Snapshot.keys_digest`.
+        snapshot: `Snapshot.digest`.
+        totals: `lokakern.bench.report.coverage.Holdings.totals`, as `list device` prints them.
         budgets: Budgets on the row error, as words.
         ops: For each op: number of problems, initial selection of its pictures, and `gain`:
             "speedup" if there is an unquantized baseline, else "light".
         choices: For each problem and budget: the kernel, its time, the least possible time, the
             baseline's time, and why there is no better answer (`note`).
-        times: For each problem and kernel: time, worst row error, and whether it is on the Pareto
-            front of both (`front`).
+        times: For each problem and kernel: time (the median over rows), worst row error, and
+            whether it is on the Pareto front of both (`front`).
         errors: For each op, arithmetic and distribution: the worst bounds over all shapes.
         holdings: `lokakern.bench.report.coverage.Holding` of every op and suite.
     """
@@ -67,6 +68,7 @@ class Survey:
     device: Device
     regime: str
     snapshot: str
+    totals: dict[str, str]
     budgets: tuple[str, ...]
     ops: list[Row]
     choices: list[Row]
@@ -130,7 +132,8 @@ def survey_of(
     return Survey(
         device=device,
         regime=regime,
-        snapshot=facts.keys_digest,
+        snapshot=facts.digest,
+        totals=held.totals(),
         budgets=tuple(limits),
         ops=_ops(choices, times),
         choices=choices,
@@ -195,6 +198,8 @@ def _choice(place: Row, budget: str, pick: Pick) -> Row:
     us = None if pick.time is None else _us(pick.time.latency_us)
     plain, least = place["plain_us"], place["least_us"]
     note = pick.note or (f"tied with {', '.join(pick.tied)}" if pick.tied else "")
+    if pick.time is not None and pick.time.freshness == "stale":
+        note += "; a stale time" if note else "a stale time"
     error = pick.candidate.errors.get("row_err") if pick.candidate else None
     return place | {
         "budget": budget,
@@ -292,13 +297,15 @@ def _errors(held: Holdings, facts: Snapshot, device: Device) -> list[Row]:
     """Errors of current kernels, worst over seeds; the worst and the median of all shapes."""
     names = ("row_err", "row_p99", "mean_rel_err", "mean_shift")
     worst: dict[tuple[str, str, str], dict[Problem, list[float]]] = {}
-    for problem, cell, word in held.errors():
-        if word == "stale" or cell.status != "ok":
+    for head, word in held.errors:
+        if word in ("stale", "older") or head.status != "ok":
             continue
-        if cell.parameters != facts.parameters_of(device.architecture, cell.distribution):
+        name, parameters = head.distribution.name, head.distribution.parameters
+        if parameters != facts.parameters_of(device.architecture, name):
             continue
-        key = (problem.op, _arithmetic(problem, cell.kernel), cell.distribution)
-        found = [getattr(cell, f"{name}_upper") for name in names]
+        problem = facts.problem(head.problem)
+        key = (problem.op, _arithmetic(problem, head.kernel), name)
+        found = [getattr(head, f"{metric}_upper") for metric in names]
         here = worst.setdefault(key, {})
         here[problem] = [*map(max, here.get(problem, found), found)]
     return [

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from lokakern.chain.search import LayerOption
 from lokakern.problems import baseline_name, make_problem
 from lokakern.registry.register import KERNELS, fp8_format, kernels_for
-from lokakern.selection import dispatcher, misses
+from lokakern.selection import dispatcher, remedies
 from lokakern.selection.candidates import Time
 from lokakern.types import (
     Device,
@@ -238,7 +238,7 @@ def worth_measuring(chain: Chain, known: Iterable[LayerOption]) -> list[Problem]
             found.append(chain.problem(place, takes, WEIGHTS[scales][0], writes))
     return [
         problem for problem in dict.fromkeys(found)
-        if problem not in there and misses.why_not_measurable(problem) is None
+        if problem not in there and remedies.why_not_measurable(problem) is None
         and _any_kernel(problem, chain)
     ]  # fmt: skip
 

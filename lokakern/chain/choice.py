@@ -14,7 +14,7 @@ from lokakern.chain.runner import ChainRun
 from lokakern.chain.search import Path
 from lokakern.device import current_device, devices_here
 from lokakern.errors import FormatError, ShapeError, UnsupportedError
-from lokakern.selection import misses
+from lokakern.selection import remedies
 from lokakern.selection.ties import within_noise
 from lokakern.types import REALISTIC_DISTRIBUTIONS, Granularity, Problem
 
@@ -85,8 +85,9 @@ class ChainChoice:
     @property
     def sweep_command(self) -> str:
         """The command that measures missing problems, or ""."""
-        words = (misses.sweep_command(problem).partition(" sweep ")[2] for problem in self.missing)
-        return "python -m lokakern.bench sweep " + " ".join(words) if self.missing else ""
+        commands = map(remedies.sweep_command, self.missing)
+        words = " ".join(command.partition(" sweep ")[2] for command in commands)
+        return f"python -m lokakern.bench sweep {words}" if words else ""
 
     def prepare(
         self,

@@ -996,6 +996,11 @@ def _why_not(module: nn.Module, is_inner: bool) -> str:
     if is_inner:
         return INNER
     if not isinstance(module, Routed) and type(module) is not nn.Linear:
+        if "FSDPModule" in (kind.__name__ for kind in type(module).__mro__):
+            return (
+                "fully_shard wrapped the layer itself: call convert before fully_shard, or "
+                "fully_shard for the modules around it"
+            )
         return f"it is a {type(module).__name__}, which may do more than nn.Linear"
     weight = shape_of(module)[3]
     if weight.dtype not in (torch.float32, torch.bfloat16):

@@ -7,6 +7,7 @@ A forward that cannot be traced, or that depends on ``training``, is left alone.
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ from lokakern.nn.adoption import resize
 from lokakern.nn.linear import Linear, Routed
 from lokakern.nn.module_scan import Joined
 from lokakern.nn.token_mixing import mix_tokens
-from lokakern.nn.traced_forward import forward_of, traced
+from lokakern.nn.traced_forward import forward_of, traced, writes
 
 _PLAIN = (nn.Linear, Linear)
 
@@ -114,15 +115,23 @@ class _Joining(Mod):
     effect: ClassVar[str]
 
     @abstractmethod
-    def groups(self, layers: dict[fx.Node, nn.Linear]) -> list[list[fx.Node]]:
-        """Calls of layers to replace by one."""
+    def groups(
+        self, layers: dict[fx.Node, nn.Linear], written: dict[fx.Node, int]
+    ) -> list[list[fx.Node]]:
+        """Calls of layers to replace by one.
+
+        Args:
+            layers: The layers, by their calls.
+            written: How many nodes before each node may write to a tensor.
+        """
 
     def edit(self, editor: Editor) -> None:
         for name, parent, graph in _graphs(
             self, editor, lambda m: sum(type(x) in _PLAIN for x in m.modules()) > 1
         ):
             layers = _layers(graph, parent, editor, name)
-            groups = self.groups(layers)
+            written = itertools.accumulate(writes(node, parent) for node in graph.nodes)
+            groups = self.groups(layers, dict(zip(graph.nodes, written, strict=True)))
             for number, nodes in enumerate(groups):
                 fused = self.kind([layers[node] for node in nodes])
                 child = f"{self.kind.__name__.lower()}_{number}"
@@ -145,17 +154,21 @@ class _Joining(Mod):
 class FuseShared(_Joining):
     """Fuse linear layers that read the same tensor into one product (horizontal fusion).
 
-    Exact: each output has the same sums. The input is read, and quantized, once.
+    Exact: each output has the same sums. The input is read, and quantized, once. It may be an item
+    of an input that is a list or a dictionary, read by index, key or unpacking.
     """
 
     kind, effect = FusedLinear, "one product for all that read the tensor"
 
-    def groups(self, layers: dict[fx.Node, nn.Linear]) -> list[list[fx.Node]]:
-        """Calls with the same input."""
+    def groups(
+        self, layers: dict[fx.Node, nn.Linear], written: dict[fx.Node, int]
+    ) -> list[list[fx.Node]]:
+        """Calls with the same input, between which nothing is written."""
         groups: dict[Any, list[fx.Node]] = {}
         for node, layer in layers.items():
             is_mixing = getattr(layer, "is_mixing", False)
-            key = (node.args[0], layer.bias is None, layer.weight.dtype, is_mixing)
+            kind = (layer.bias is None, layer.weight.dtype, is_mixing)
+            key = (_read(node.args[0]), written[node], *kind)
             groups.setdefault(key, []).append(node)
         return [group for group in groups.values() if len(group) > 1]
 
@@ -170,7 +183,9 @@ class BatchEqual(_Joining):
 
     kind, effect = BatchedLinear, "one batched product for all of the shape"
 
-    def groups(self, layers: dict[fx.Node, nn.Linear]) -> list[list[fx.Node]]:
+    def groups(
+        self, layers: dict[fx.Node, nn.Linear], written: dict[fx.Node, int]
+    ) -> list[list[fx.Node]]:
         """Greedily, in order: a call joins the first group of its shape it does not depend on."""
         before: dict[fx.Node, set[fx.Node]] = {}  # layers that a node depends on
         for node in next(iter(layers)).graph.nodes if layers else ():
@@ -184,7 +199,7 @@ class BatchEqual(_Joining):
         for node, layer in layers.items():
             if getattr(layer, "is_mixing", False):
                 continue
-            key = (layer.weight.shape, layer.bias is None, layer.weight.dtype)
+            key = (layer.weight.shape, layer.bias is None, layer.weight.dtype, written[node])
             same = groups.setdefault(key, [])
             free = next((group for group in same if not depend([node], group)), [])
             if not free:
@@ -235,6 +250,15 @@ class MixTokens(Mod):
             editor.set_of_linear(layer, "is_mixing", True)
             effect = "nothing is transposed to be multiplied"
             editor.done(self, site, f"{before} of x.mT", "W @ x", effect)
+
+
+def _read(node: Any) -> Any:
+    """A node, or the path by which it reads an item: each read is a node of its own."""
+    if isinstance(node, fx.Node) and node.target is operator.getitem:
+        container, item = node.args
+        if isinstance(item, str | int):
+            return _read(container), item
+    return node
 
 
 def _calls_linear(parent: nn.Module) -> bool:

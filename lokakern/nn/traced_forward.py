@@ -5,7 +5,9 @@ from __future__ import annotations
 import collections
 import copy
 import dis
+import functools
 import heapq
+import inspect
 import operator
 import os
 import random
@@ -32,6 +34,8 @@ _SDP = ("flash", "mem_efficient", "math", "cudnn")
 _OF_TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
+# Functions of a list of tensors, which ask for its type; a list input of a forward is a proxy.
+_OF_LISTS = ("cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack", "column_stack")
 _MAY_BE_MISSING = ("get", "pop", "setdefault")
 _CONTAINERS = (list, dict, set, collections.OrderedDict, collections.defaultdict, collections.deque)
 
@@ -85,6 +89,12 @@ class _Proxy(fx.Proxy):
             raise UnsupportedError(f"its forward sets the attribute {name} of a tensor")
         super().__setattr__(name, value)
 
+    def __len__(self) -> int:
+        raise UnsupportedError("its forward asks for the length of an input")
+
+    def __contains__(self, _: Any) -> bool:
+        raise UnsupportedError("its forward asks what is in an input")
+
     def _in_place(self, function: Callable[..., Any], other: Any) -> Any:
         return self.tracer.create_proxy("call_function", function, (self, other), {})
 
@@ -130,6 +140,12 @@ class _Tracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return True
+
+    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
+        raise UnsupportedError(
+            "its forward loops over an input, and how often is known in a call only: unpack it "
+            "(x, y = xs), or read its items by index or key"
+        )
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
@@ -223,7 +239,7 @@ def traced_modes(
             for module in were_training:
                 module.training = mode
             reads: list[tuple[nn.Module, str, Any]] = []
-            with _modes_set(are_on=are_on), _settings_read(parent, reads):
+            with _modes_set(are_on=are_on), _settings_read(parent, reads), _lists_taken():
                 graphs.append(_Tracer(defaults or {}).trace(parent))
             _READS[graphs[-1]] = reads
             sources.append(graphs[-1].python_code("self").src)
@@ -282,6 +298,49 @@ def _settings_read(parent: nn.Module, found: list[tuple[nn.Module, str, Any]]) -
         yield
     finally:
         del nn.Module.__getattribute__
+
+
+@contextmanager
+def _lists_taken() -> Iterator[None]:
+    """Let functions of a list of tensors take a proxy for the list in the block."""
+
+    def taking(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(tensors: Any, *arguments: Any, **options: Any) -> Any:
+            if type(tensors) not in (_Proxy, _Attribute):
+                return function(tensors, *arguments, **options)
+            given = (tensors, *arguments)
+            return tensors.tracer.create_proxy("call_function", function, given, options)
+
+        return call
+
+    functions = {name: getattr(torch, name) for name in _OF_LISTS}
+    try:
+        for name, function in functions.items():
+            setattr(torch, name, taking(function))
+        yield
+    finally:
+        for name, function in functions.items():
+            setattr(torch, name, function)
+
+
+def writes(node: fx.Node, parent: nn.Module) -> bool:
+    """Whether a node of a graph may write to a tensor, as far as its name and options say."""
+    target = node.target
+    if node.op == "call_module":
+        return getattr(parent.get_submodule(str(target)), "inplace", False) is True
+    if node.op not in ("call_method", "call_function"):
+        return False
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    if name == "setitem" or name.startswith("in_place_") or name.rstrip("_") + "_" == name:
+        return True
+    if node.kwargs.get("out") is not None or node.kwargs.get("inplace"):
+        return True
+    try:
+        bound = inspect.signature(target).bind(*node.args, **node.kwargs)  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # no Python function
+        return False
+    return bool(bound.arguments.get("inplace"))
 
 
 def is_traceable(parent: nn.Module) -> bool:

@@ -187,6 +187,16 @@ class ProbeReport:
         """Names of the sites."""
         return tuple(dict.fromkeys(v.site for v in self.verdicts))
 
+    def __repr__(self) -> str:
+        words = [f"{len(self.verdicts)} GEMMs of {len(self.sites)} sites"]
+        safeties = Counter(v.safety for v in self.verdicts)
+        words += [f"{safeties[safety]} {safety}" for safety in SAFETIES if safeties[safety]]
+        if self.device:
+            wins = sum(v.is_worth_it for v in self.verdicts)
+            words.append(f"{wins} worth it on {self.device}")
+        words += [f"{len(self.unseen)} without a verdict"] if self.unseen else []
+        return f"ProbeReport({', '.join(words)}, within {self.budget})"
+
     def __iter__(self) -> Iterator[Verdict]:
         return iter(self.verdicts)
 

@@ -10,15 +10,20 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from lokakern.device import current_environment
 from lokakern.problems import accuracy_problem, baseline_name
-from lokakern.registry.libraries import named
+from lokakern.registry.libraries import named, plugin_of, why_not_tried
 from lokakern.registry.register import KERNELS, Kernel, fp8_format
 from lokakern.registry.staleness import is_current
-from lokakern.selection.ties import margin_us
+from lokakern.selection.ties import is_unsteady, margin_us
 from lokakern.types import Device, Environment, Granularity, Problem
 
 if TYPE_CHECKING:
     from lokakern.registry.schema.records import KernelRow
-    from lokakern.registry.snapshot.cells import AccuracyCell, TimingCell
+    from lokakern.registry.snapshot.cells import (
+        AccuracyCell,
+        AccuracyHead,
+        TimingCell,
+        TimingHead,
+    )
     from lokakern.registry.snapshot.snapshot import Snapshot
 
 FRESHNESS = ("fresh", "usable", "stale")  # from best to worst, see `freshness_of`
@@ -74,6 +79,7 @@ class Time:
     freshness: str
     run_count: int
     is_verified: bool = True  # measured here, or imported and verified here
+    is_steady: bool = True  # see `lokakern.selection.ties.is_unsteady`
     host: HostCost | None = None
     _gpu_us: float | None = None  # None without a host cost, where it is latency_us
 
@@ -165,6 +171,7 @@ class Candidate:
                 worse,
                 min(low.run_count, high.run_count),
                 low.is_verified and high.is_verified,
+                low.is_steady and high.is_steady,
             ),
             True,
         )
@@ -216,7 +223,7 @@ def candidate_of(
     local, device = evidence.local, evidence.device
     kernel = KERNELS.get(name)
     if local and kernel is None:
-        return "is in the database but not registered here"
+        return _why_not_registered(cells, device)
     for library in kernel.libraries if kernel is not None else ():
         absent = named(library).why_not_here()
         if absent is not None:
@@ -263,6 +270,17 @@ def candidate_of(
         unquantized, bounds.is_verified, not all(time.is_verified for time in times.values()), ours,
         bounds.n, tuple(set_aside),
     )  # fmt: skip
+
+
+def _why_not_registered(cells: list[TimingCell], device: Device) -> str:
+    """Why a kernel is in the database but not here: that of its plugin, if it is of one."""
+    modules = (module for cell in cells for module in cell.kernel.modules)
+    for module in dict.fromkeys(m for m in modules if m.startswith("python:")):
+        plugin = plugin_of(module.removeprefix("python:"))
+        why = why_not_tried(plugin, device) if plugin is not None else None
+        if why is not None:
+            return why
+    return "is in the database but not registered here"
 
 
 def _class_of(kernel: Kernel | None, cells: list[TimingCell]) -> KernelRow:
@@ -332,7 +350,9 @@ def _toolchain(kernel: KernelRow, environment: Environment) -> tuple[str, ...]:
     return tools
 
 
-def freshness_of(cell: TimingCell | AccuracyCell, local: bool, facts: Snapshot) -> str:
+def freshness_of(
+    cell: TimingCell | AccuracyCell | TimingHead | AccuracyHead, local: bool, facts: Snapshot
+) -> str:
     """Fresh: equal digest and toolchain; usable: another toolchain; stale: another digest."""
     if not is_current(cell.kernel):
         return "stale"
@@ -387,7 +407,8 @@ def _times(graded: list[tuple[TimingCell, str]]) -> dict[int, Time]:
         p50 = statistics.median(map(statistics.median, by_run.values()))
         margin = max(margin_us(c.latency_us_p20, c.latency_us_p80, c.replay_count)
                      for c, _ in chosen)  # fmt: skip
-        times[m] = Time(p50, margin, chosen[0][1], len(by_run), not chosen[0][0].tier)
+        is_steady = not any(is_unsteady(c.latency_us_p20, c.latency_us_p80) for c, _ in chosen)
+        times[m] = Time(p50, margin, chosen[0][1], len(by_run), not chosen[0][0].tier, is_steady)
     return times
 
 

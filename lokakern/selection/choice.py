@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from lokakern.device import current_device
 from lokakern.errors import UnsupportedError
-from lokakern.registry.register import Kernel
+from lokakern.registry.register import Kernel, load_kernels
 from lokakern.selection.candidates import ERRORS_OF_ANOTHER_N
+from lokakern.selection.remedies import miss_words
 from lokakern.selection.table import Pick, Table
 from lokakern.types import REALISTIC_DISTRIBUTIONS, Problem
 
@@ -111,6 +112,12 @@ class Choice:
         return dict(self.pick.rejected)
 
     @property
+    def left_out(self) -> tuple[str, ...]:
+        """Why plugins here have no kernel among these, such as "x changed since it was tried"."""
+        unavailable = load_kernels() if self.table.callable_here else {}
+        return tuple(why for module, why in unavailable.items() if module.startswith("plugin "))
+
+    @property
     def errors(self) -> dict[str, float]:
         """The largest stored bounds of the winner over the distributions."""
         return dict(self.pick.candidate.errors) if self.pick.candidate else {}
@@ -135,6 +142,7 @@ class Choice:
             runs = [f"{count} run" + ("s" if count > 1 else "")] if count else []
             facts = [kind, *runs, table.regime]
             facts += [pick.time.freshness] if pick.time.freshness != "fresh" else []
+            facts += [] if pick.time.is_steady else ["unsteady"]
             facts += [] if pick.time.is_verified else ["imported and not verified"]
             how = f"{pick.time.latency_us:.2f} us ({', '.join(facts)})"
         if pick.prediction is not None and not pick.prediction.transferred_from:
@@ -142,7 +150,7 @@ class Choice:
         name = pick.name or "no kernel"
         lines = [f"{self.problem} on {table.device.product}{within}: {name}, {how}"]
         if pick.note:
-            lines.append(f"  miss: {pick.note}")
+            lines.append(f"  miss: {miss_words(table, pick, self.m)}")
         if table.host:
             lines.append(f"  host cost: {_host_words(pick, table)}")
         if pick.prediction is not None and pick.prediction.transferred_from:
@@ -173,6 +181,7 @@ class Choice:
             lines.append(f"  judged on {', '.join(table.distributions)} only")
         width = max((len(name) for name, _ in pick.rejected), default=0)
         lines += [f"  {name:<{width}}  rejected: {why}" for name, why in sorted(pick.rejected)]
+        lines += [f"  plugin left out: {why}" for why in self.left_out]
         return "\n".join(lines)
 
     def __call__(self, *operands: Any, **options: Any) -> Any:

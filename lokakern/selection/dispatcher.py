@@ -441,8 +441,8 @@ def _digest_here(device: Device) -> str:
     facts = snapshot()
     words = digest_words(facts, device)
     if not words:
-        return facts.keys_digest
-    return hashlib.sha256(f"{facts.keys_digest} {words}".encode()).hexdigest()
+        return facts.digest
+    return hashlib.sha256(f"{facts.digest} {words}".encode()).hexdigest()
 
 
 def _build(

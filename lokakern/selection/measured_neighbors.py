@@ -1,4 +1,4 @@
-"""Measured problems near one without measurements, for the message of a miss."""
+"""Measured problems near one without measurements, and how they differ from it."""
 
 from __future__ import annotations
 
@@ -15,31 +15,68 @@ _SHAPE = ("op", "m", "n", "k")
 
 
 def measured_instead(facts: Snapshot, problem: Problem, device: Device, regime: str) -> str:
-    """The measured problems with the same n and k that differ least, with their arguments.
+    """The measured problems that differ least, which attributes differ, and arguments for them.
+
+    Those with the same n and k come first.
 
     Returns:
-        Such as "n=512 k=512 was measured on NVIDIA H200 only with bias: ask with epilogue='bias'";
-        "" if there is none, or the problem itself was measured.
+        Such as "n=512 k=512 was measured on NVIDIA H200 only with bias (epilogue differs): ask with
+        epilogue='bias'"; "" if nothing is near, or the problem itself was measured.
     """
     asked = replace(problem, m=0)
     found: dict[tuple[tuple[str, ...], ...], tuple[str, str]] = {}
     for other, its_regime in facts.timed_like(device, problem):
-        words = [_words(name, other) for name in _differing(asked, other)]
+        names = _differing(asked, other)
+        words = [_words(name, other) for name in names]
+        attributes = _attributes(names, asked, other)
         if its_regime != regime:
             words.append((f"in {its_regime}", f"regime={its_regime!r}"))
+            attributes.append("regime")
         if not words:
             return ""
-        found[tuple(words)] = " ".join(w for w, _ in words), ", ".join(a for _, a in words)
+        told, way = " ".join(w for w, _ in words), ", ".join(a for _, a in words)
+        found[tuple(words)] = f"{told} ({_differ(attributes)})", way
     if not found:
-        return ""
+        return _nearest(facts, asked, device, regime)
     few = min(map(len, found))
     nearest = sorted(told for words, told in found.items() if len(words) == few)[:_MOST_NEIGHBORS]
     ways = dict.fromkeys(way for _, way in nearest)
-    told = " or ".join(told for told, _ in nearest)
     return (
-        f"{sizes_of(problem)} was measured on {device.product} only {told}: ask with "
-        + " or ".join(ways)
+        f"{sizes_of(problem)} was measured on {device.product} only "
+        f"{' or '.join(told for told, _ in nearest)}: ask with {' or '.join(ways)}"
     )
+
+
+def _nearest(facts: Snapshot, asked: Problem, device: Device, regime: str) -> str:
+    """The nearest problem with another n or k."""
+    other = facts.timed_nearest(device, asked, regime)
+    if other is None:
+        return ""
+    names = _differing(asked, other)
+    sizes = [size for size in ("n", "k") if getattr(asked, size) != getattr(other, size)]
+    told = " ".join([sizes_of(other), *(_words(name, other)[0] for name in names)])
+    return (
+        f"nothing was measured at {sizes_of(asked)}, {regime}, on {device.product}; nearest is "
+        f"{told} ({_differ([*sizes, *_attributes(names, asked, other)])})"
+    )
+
+
+def _differ(attributes: list[str]) -> str:
+    *first, last = attributes
+    return f"{', '.join(first)} and {last} differ" if first else f"{last} differs"
+
+
+def _attributes(names: list[str], asked: Problem, other: Problem) -> list[str]:
+    """What differs, by name: of operands, which of their attributes."""
+    found = []
+    for name in names:
+        one, two = getattr(asked, name), getattr(other, name)
+        if isinstance(one, Operand) and isinstance(two, Operand):
+            parts = (field.name for field in fields(Operand))
+            found += [f"{p} of {name}" for p in parts if getattr(one, p) != getattr(two, p)]
+        else:
+            found.append(name)
+    return found
 
 
 def sizes_of(problem: Problem) -> str:

@@ -1,4 +1,4 @@
-"""Misses: calls for which dispatch has no answer, and how to measure their problems.
+"""Misses: calls for which dispatch has no answer.
 
 A miss is logged once. Misses are counted in memory, appended to a file of the user at exit, and
 read by ``sweep --from-misses``.
@@ -30,10 +30,11 @@ from lokakern.errors import (
 )
 from lokakern.problems import make_problem
 from lokakern.registry.register import Kernel
-from lokakern.registry.schema.row_keys import from_row, row_of
+from lokakern.registry.schema.row_keys import from_row
 from lokakern.selection import dispatcher
-from lokakern.selection.table import FrozenTable, Table
-from lokakern.types import Device, Layout, Operand, Problem, alignment_of
+from lokakern.selection.remedies import miss_words, plain, sweep_command, why_not_measurable
+from lokakern.selection.table import Table
+from lokakern.types import Device, Problem
 
 logger = logging.getLogger("lokakern")
 
@@ -73,14 +74,14 @@ def after_miss(table: Table, m: int, on_miss: str) -> Kernel | None:
         record(problem, table.device)
         return table.kernel_at(m)
     pick = table.pick(m)
-    remedy = _remedy(table, problem)
+    words = f"{problem.op}: {problem}: {miss_words(table, pick, m)}"
     if on_miss == "raise":
-        raise MissError(f"{problem.op}: {problem}: {pick.note}; {remedy}")
+        raise MissError(words)
     if on_miss == "measure":
         if table.origin is not None:
             raise MeasurementError(
                 f'{problem.op}: on_miss="measure" is refused while answers are frozen, because '
-                f"what is measured would not be read: {problem}: {pick.note}; {remedy}"
+                f"what is measured would not be read: {words}"
             )
         measure(problem)
         dispatcher.use_snapshot(None)
@@ -90,27 +91,14 @@ def after_miss(table: Table, m: int, on_miss: str) -> Kernel | None:
     family = str(replace(problem, m=0))
     if family not in LOGGED:
         LOGGED.add(family)
-        words = "%s: %s: %s; using %s. %s"
-        remedy = remedy[0].upper() + remedy[1:]
         name = pick.name + (f" (predicted: {pick.prediction})" if pick.prediction else "")
-        logger.warning(words, problem.op, problem, pick.note, name, remedy)
+        logger.warning("using %s: %s", name, words)
     kernel = pick.candidate.kernel if pick.candidate else None
     if pick.prediction is not None:
         _PREDICTING.add(table)
     if kernel is None:
         raise UnsupportedError(f"{problem.op}: {problem}: no kernel runs on {table.device.product}")
     return kernel
-
-
-def _remedy(table: Table, problem: Problem) -> str:
-    """The remedy for a miss."""
-    if table.origin is not None and not isinstance(table, FrozenTable):
-        return table.origin.remedy
-    reason = why_not_measurable(problem)
-    command = sweep_command(problem) if reason is None else f"nothing yet: {reason}"
-    if table.origin is None:
-        return f"measure it with: {command}"
-    return f"{table.origin.remedy}, once it is measured with: {command}"
 
 
 def record(problem: Problem, device: Device) -> None:
@@ -132,7 +120,7 @@ def ledger_path() -> Path:
 def save() -> None:
     """Append the counted misses to the ledger; they are lost if it cannot be written."""
     lines = "".join(
-        json.dumps({"problem": _plain(problem), "device": device, "count": count}) + "\n"
+        json.dumps({"problem": plain(problem), "device": device, "count": count}) + "\n"
         for (problem, device), count in _COUNTS.items()
     )
     _COUNTS.clear()
@@ -146,10 +134,6 @@ def save() -> None:
             file.write(lines)
     except (OSError, LokakernError):
         return
-
-
-def _plain(problem: Problem) -> dict[str, Any]:
-    return {name: value for name, value in row_of(problem).items() if name != "key"}
 
 
 _UNREADABLE = (
@@ -196,34 +180,6 @@ def parse(text: str) -> Problem:
         raise MeasurementError(
             f"--problem is {text!r}, which is no problem ({error}); expected what a miss printed"
         ) from None
-
-
-def sweep_command(problem: Problem) -> str:
-    """The command that measures a problem."""
-    sizes = ",".join(map(str, problem.shape))
-    if problem.op == "gemm" and problem == make_problem(problem.op, problem.shape):
-        return f"python -m lokakern.bench sweep --shape {sizes}"
-    return f"python -m lokakern.bench sweep --problem {shlex.quote(json.dumps(_plain(problem)))}"
-
-
-def why_not_measurable(problem: Problem) -> str | None:
-    """Why a sweep cannot allocate operands with the layout of the problem; None if it can."""
-    natural = _natural_alignment(problem.m, problem.k, problem.a)
-    if problem.a.layout is not Layout.ROW or problem.a.alignment != natural:
-        return "a is not row-major and aligned as an allocation of its own is"
-    if problem.b is not None and problem.b.layout is not Layout.COLUMN:
-        return "b is not weight.t() of a row-major weight"
-    if problem.b is not None:
-        natural = _natural_alignment(problem.n, problem.k, problem.b)
-        if problem.b.alignment != natural:
-            return "b is not aligned as an allocation of its own is"
-    return "out is a slice" if problem.out_strided else None
-
-
-def _natural_alignment(rows: int, columns: int, operand: Operand) -> int:
-    if operand.format.is_fp8:  # rows of FP8 are padded
-        return 16
-    return alignment_of(columns * operand.format.dtype.itemsize) if rows > 1 else 16
 
 
 def measure(problem: Problem) -> None:

@@ -31,8 +31,9 @@ class Pick:
     interpolated: bool = False
     tied: tuple[str, ...] = ()
     rejected: tuple[tuple[str, str], ...] = ()
-    note: str = ""
+    note: str = ""  # why there is no answer, and what was measured nearest
     prediction: Prediction | None = None  # without measurements, see `note`
+    is_too_strict: bool = False  # nothing measured is within the budget
 
     @property
     def name(self) -> str:
@@ -315,7 +316,7 @@ class Table:
                 sign = -1 if limit == "sqnr_db" else 1
                 best = min(known, key=lambda c: (sign * c.errors[limit], c.name))
                 note = f"no kernel is within {self.budget}; the most accurate is taken"
-                return Pick(best, note=note, rejected=tuple(rejected))
+                return Pick(best, note=note, rejected=tuple(rejected), is_too_strict=True)
             if usable:
                 note = f"no error is known of what was timed there: nothing is within {self.budget}"
 
@@ -345,7 +346,11 @@ class Table:
             what = f"{self.baseline} was not" if self.baseline else "nothing that counts was"
             return f"{what} measured at m={m} (measured: {_range_words(at)})"
         if measured:
-            return f"m={m} is outside what was measured ({_range_words(measured)})"
+            nearest = measured[0] if m < measured[0] else measured[-1]
+            return (
+                f"m={m} is outside what was measured ({_range_words(measured)}); nearest is "
+                f"m={nearest} (m differs)"
+            )
         no_fp8 = self.device.is_gpu and self.device.architecture not in FP8_GPUS
         return self.instead or (
             f"nothing was measured at {sizes_of(self.problem)}, {self.regime}, on "
@@ -416,10 +421,12 @@ def _unmeasured(name: str, kernel: Kernel | None) -> Candidate:
 
 
 def _us_words(time: Time) -> str:
-    """A time, marked if it is that of the host, or unverified."""
+    """A time, marked if it is that of the host, stale, unsteady, or unverified."""
     of_host = " of the host" if time.is_of_host else ""
+    stale = ", stale" if time.freshness == "stale" else ""
+    unsteady = "" if time.is_steady else ", unsteady"
     unverified = "" if time.is_verified else ", imported and not verified"
-    return f"{time.latency_us:.2f} us{of_host}{unverified}"
+    return f"{time.latency_us:.2f} us{of_host}{stale}{unsteady}{unverified}"
 
 
 def _range_words(measured: list[int]) -> str:

@@ -22,6 +22,14 @@ TOGETHER = "quantize_together"
 TIE_CEILING = 0.05  # times that differ more are no ties, however few the replays
 
 
+UNSTEADY = 1.25  # p80 over p20 of a time that is not reliable
+
+
+def is_unsteady(p20_us: float, p80_us: float) -> bool:
+    """Whether a time varied so much between replays that it says little."""
+    return p80_us > UNSTEADY * p20_us
+
+
 class Timed(NamedTuple):
     """A legal candidate with its time at one m."""
 

@@ -26,7 +26,9 @@ from lokakern.measure.time_problem import torch_device
 from lokakern.progress import Progress
 from lokakern.registry.schema.records import TimingRecord
 from lokakern.selection.dispatcher import default_regime
+from lokakern.selection.ties import is_unsteady
 from lokakern.sweep import cost
+from lokakern.sweep.conditions import FirstTasks, OtherLoad, duration
 from lokakern.sweep.plan import Found, Plan, digest_of, harness_digest, kernels_digest
 from lokakern.sweep.plan import candidates as candidates
 from lokakern.sweep.ranks import Share, SingleRank
@@ -68,6 +70,7 @@ class SweepReport:
     """
 
     timed: int = 0
+    unsteady: int = 0
     measured: int = 0
     skipped: int = 0
     problems: int = 0
@@ -89,7 +92,7 @@ class SweepReport:
         """The report of all ranks; only that of the first counts measurements of the database."""
         every = cls(**counts[0])
         for other in counts[1:]:
-            for name in ("timed", "measured", "problems", "deaths", "failures"):
+            for name in ("timed", "unsteady", "measured", "problems", "deaths", "failures"):
                 setattr(every, name, getattr(every, name) + other[name])
             every.given_up += [words for words in other["given_up"] if words not in every.given_up]
             every.out_of_time |= other["out_of_time"]
@@ -157,7 +160,7 @@ def sweep(
 
     if errors not in ERRORS:
         raise UnknownNameError(f"errors is {errors!r}; expected one of {', '.join(ERRORS)}")
-    begun = time.monotonic()
+    begun, load = time.monotonic(), OtherLoad()
     deadline = None if time_limit_s is None else begun + time_limit_s
     device, environment = current_device(), current_environment()
     regime = regime or default_regime(device)
@@ -240,9 +243,11 @@ def sweep(
     progress.note(
         f"{count} times at {len(todo)} problems and "
         f"{'at most ' if errors == 'needed' and todo else ''}{len(left)} errors: "
-        f"about {_duration(report.estimated_s)}"
+        f"about {duration(report.estimated_s)}"
         + (f" on {ranks.world} ranks" if ranks.world > 1 else "")
     )
+    if ranks.world == 1 and (words := load.words()):  # ranks are others to each other
+        progress.note(words)
     if device.is_gpu and len(todo) >= FEWEST_PREBUILT:
         launched = [job.case.problem for job in todo]
         if plan.cells:
@@ -266,11 +271,11 @@ def sweep(
     return report
 
 
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes < 10 else f"{minutes} min"
+def _is_unsteady(record: Record) -> bool:
+    if not isinstance(record, TimingRecord) or record.status != "ok":
+        return False
+    p20, p80 = record.latency_us_p20, record.latency_us_p80
+    return p20 is not None and p80 is not None and is_unsteady(p20, p80)
 
 
 @dataclass
@@ -291,13 +296,17 @@ class _Session:
     tasks: dict[int, Task] = field(default_factory=dict)
     results: list[tuple[int, str, float]] = field(default_factory=list)  # times with status ok
     struck: Counter[str] = field(default_factory=Counter)
+    first: FirstTasks | None = None  # of the times
 
     def time(self, jobs: Sequence[Job]) -> None:
         tasks = [
             TimingTask(job.case, tuple(kernel.name for kernel in job.kernels), self.regime)
             for job in jobs
         ]
-        self._work("times", cost.time_costs(jobs, self.device), tasks)
+        costs = cost.time_costs(jobs, self.device)
+        self.first = FirstTasks(costs, self.ranks.world, self.progress.note)
+        self._work("times", costs, tasks)
+        self.report.unsteady = self.first.unsteady
 
     def measure(self, tasks: Sequence[AccuracyTask]) -> None:
         self._work("errors", [cost.error_s(task.problem, self.device) for task in tasks], tasks)
@@ -344,6 +353,8 @@ class _Session:
         if isinstance(task, TimingTask):
             self.report.problems += 1
             self.report.job_s.append((task.case.problem, len(task.kernels), done.seconds))
+            if self.first is not None:
+                self.first.done(number, done.seconds, [*map(_is_unsteady, done.records)])
         self.progress.reach(self.ranks.step(self.phase), str(task))
 
     def _died(self, _number: int, task: Task, death: Death) -> Task | None:

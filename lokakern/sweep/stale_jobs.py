@@ -8,14 +8,14 @@ rows there and none is fresh. A fresh row replaces all older ones, also if its s
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 from lokakern.device import devices_here
 from lokakern.errors import UnknownNameError
 from lokakern.measure.accuracy import Cell
 from lokakern.registry.schema.row_keys import key_of
-from lokakern.selection.candidates import FRESHNESS, freshness_of
+from lokakern.selection.candidates import freshness_of
 from lokakern.sweep.resume import Job, distribution_row
 from lokakern.types import Device, Problem
 from lokakern.workloads.distributions import distribution_named
@@ -23,42 +23,56 @@ from lokakern.workloads.suites import Case
 
 if TYPE_CHECKING:
     from lokakern.registry.schema.records import KernelRow
-    from lokakern.registry.snapshot.cells import AccuracyCell, TimingCell
+    from lokakern.registry.snapshot.cells import AccuracyCell, AccuracyHead, TimingHead
     from lokakern.registry.snapshot.snapshot import Snapshot
 
 ErrorClass = tuple[str, str, str]  # granularity, b_granularity and accumulation of a `KernelRow`
+# Words for rows in the order in which dispatch reads them: `freshness_of`, and "unverified" for
+# rows of current kernels that were imported and not verified.
+WORDS = ("fresh", "usable", "unverified", "stale")
+OLDER = "older"  # of which dispatch reads another instead
+Head = TypeVar("Head", "TimingHead", "AccuracyHead")
 
 
-def fresher(one: str | None, other: str) -> str:
-    """The fresher of two words of `FRESHNESS`; the first may be None."""
-    return other if one is None else min(one, other, key=FRESHNESS.index)
+def without_superseded(
+    found: Sequence[tuple[Head, str]], place: Callable[[Head], Hashable]
+) -> list[tuple[Head, str]]:
+    """Rows with their words, `OLDER` where the word of another at the same place comes first."""
+    best: dict[Hashable, str] = {}
+    for head, word in found:
+        here = place(head)
+        best[here] = min(best.get(here, word), word, key=WORDS.index)
+    return [(head, word if word == best[place(head)] else OLDER) for head, word in found]
 
 
 class Staleness:
-    """Freshness of all rows that dispatch could read for a device and a regime.
+    """Freshness, a word of `WORDS`, of all rows that dispatch could read for a device and a regime.
 
     Attributes:
-        timings: Every timing with its freshness.
-        times: For each timed problem, the best freshness of each kernel, by name.
+        timings: Every timing with its word, or "older" if one of its kernel and problem is fresher.
+        times: For each timed problem, the best word of each kernel, by name.
     """
 
     def __init__(self, facts: Snapshot, device: Device, regime: str) -> None:
         self._facts, self._device = facts, device
         self._local = device in devices_here()
-        self._words: dict[tuple[KernelRow, str], str] = {}
+        self._words: dict[tuple[KernelRow, str, str], str] = {}
         self._errors: dict[tuple[Problem, ErrorClass], list[tuple[AccuracyCell, str]]] = {}
         self._problem_key = functools.cache(key_of)  # needed for many classes of each problem
-        self.timings = [(cell, self._word(cell)) for cell in facts.timings_on(device, regime)]
-        self.times: dict[Problem, dict[str, str]] = {}
-        for cell, word in self.timings:
-            here = self.times.setdefault(cell.problem, {})
-            here[cell.kernel.name] = fresher(here.get(cell.kernel.name), word)
+        found = [(head, self.word(head)) for head in facts.timing_heads(device, regime)]
+        self.timings = without_superseded(found, lambda head: (head.problem, head.kernel.name))
+        by_problem: dict[str, dict[str, str]] = {}
+        for head, word in self.timings:
+            if word != OLDER:
+                by_problem.setdefault(head.problem, {})[head.kernel.name] = word
+        self.times = {facts.problem(key): words for key, words in by_problem.items()}
 
-    def _word(self, cell: TimingCell | AccuracyCell) -> str:
-        """`freshness_of` a cell, cached by kernel and environment."""
-        key = (cell.kernel, cell.environment)
+    def word(self, cell: AccuracyCell | TimingHead | AccuracyHead) -> str:
+        """The word for a row, cached by kernel, environment and tier."""
+        key = (cell.kernel, cell.environment, cell.tier)
         if key not in self._words:
-            self._words[key] = freshness_of(cell, self._local, self._facts)
+            word = freshness_of(cell, self._local, self._facts)
+            self._words[key] = "unverified" if cell.tier and word != "stale" else word
         return self._words[key]
 
     def errors(self, asked: Problem, which: ErrorClass) -> list[tuple[AccuracyCell, str]]:
@@ -68,7 +82,7 @@ class Staleness:
             cells = self._facts.accuracy_cells_of_class(
                 self._device.architecture, self._problem_key(asked), *which
             )
-            self._errors[key] = [(cell, self._word(cell)) for cell in cells]
+            self._errors[key] = [(cell, self.word(cell)) for cell in cells]
         return self._errors[key]
 
     def is_stale(self, job: Job) -> bool:

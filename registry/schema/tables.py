@@ -40,11 +40,11 @@ from lokakern.registry.schema.records import HOST_PATHS, HOST_REGIMES
 from lokakern.registry.sqlite_file import (
     DIMENSIONS,
     FACTS,
+    GRADES,
     SCHEMA_VERSION,
     STATUSES,
 )
 
-GRADES = ("full", "quick")
 TEST_STATUSES = ("ok", "failed", "nothing")  # "nothing": every test was skipped
 METADATA = MetaData()
 _UNITS = {

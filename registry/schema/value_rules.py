@@ -12,8 +12,8 @@ from sqlalchemy import CheckConstraint, Double, Integer
 
 from lokakern.formats import Granularity
 from lokakern.registry.schema.records import HOST_PATHS, HOST_REGIMES
-from lokakern.registry.schema.tables import GRADES, TABLES, TEST_STATUSES
-from lokakern.registry.sqlite_file import STATUSES
+from lokakern.registry.schema.tables import TABLES, TEST_STATUSES
+from lokakern.registry.sqlite_file import GRADES, STATUSES
 from lokakern.types import REGIMES
 
 EARLIEST_UTC_MS = 1_577_836_800_000  # 2020-01-01: before there was FP8

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
-from lokakern.registry.schema.records import KernelRow
+from lokakern.registry.schema.records import DistributionRow, KernelRow
 from lokakern.types import Problem
 
 
@@ -67,6 +67,41 @@ class AccuracyCell:
     started_utc_ms: int
     measured_utc_ms: int
     tier: str = ""
+
+
+class TimingHead(NamedTuple):
+    """What a timing is of, without what was measured: a tenth of the time of a cell.
+
+    ``problem`` and ``environment`` are keys; ``tier`` is as in `TimingCell`.
+    """
+
+    kernel: KernelRow
+    problem: str
+    environment: str
+    grade: str
+    measured_utc_ms: int
+    tier: str
+
+
+class AccuracyHead(NamedTuple):
+    """What an accuracy is of, how it ended, and the limits of a report, None if it failed.
+
+    ``problem``, ``environment`` and ``tier`` are as in `TimingHead`.
+    """
+
+    kernel: KernelRow
+    problem: str
+    environment: str
+    grade: str
+    measured_utc_ms: int
+    tier: str
+    distribution: DistributionRow
+    seed: int
+    status: str
+    row_err_upper: float
+    row_p99_upper: float
+    mean_rel_err_upper: float
+    mean_shift_upper: float
 
 
 @dataclass(frozen=True, slots=True)

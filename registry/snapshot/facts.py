@@ -215,8 +215,9 @@ class Image:
 
     def picked(self, name: str, columns: Sequence[str], **equal: Value) -> Iterator[Row]:
         """Distinct values of some columns, of facts that have these values."""
-        selected = ("lower(hex(key))" if column == "key" else column for column in columns)
-        text, values = self._select(f"DISTINCT {', '.join(selected)}", name, equal)
+        selected = ", ".join("lower(hex(key))" if name == "key" else name for name in columns)
+        distinct = "" if "key" in columns else "DISTINCT "  # a key tells all rows apart
+        text, values = self._select(f"{distinct}{selected}", name, equal)
         for batch in self._batches(text, values):
             yield from self._translated(name, columns, batch)
 

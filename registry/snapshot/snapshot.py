@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import cached_property
-from operator import itemgetter
+from operator import itemgetter, ne
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -29,9 +29,11 @@ from lokakern.registry.schema import row_keys
 from lokakern.registry.schema.records import DistributionRow, KernelRow
 from lokakern.registry.snapshot.cells import (
     AccuracyCell,
+    AccuracyHead,
     HostCostCell,
     TestResultCell,
     TimingCell,
+    TimingHead,
 )
 from lokakern.registry.snapshot.facts import Facts, Image, Row, image_of_rows
 from lokakern.registry.sqlite_file import FACTS, STATUSES
@@ -236,30 +238,15 @@ class Snapshot:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256, in hex, of the sorted rows; equal to `database_digest` of the merged files.
+        """SHA-256, in hex, of the keys of all facts: of a million in 0.1 s.
 
-        With quarantined rows it covers their keys too, because dispatch ranks them last.
-        """
-        from lokakern.registry.storage.reader import by_key, sorted_digest
-
-        dimensions = {name: by_key(rows.values()) for name, rows in self._by_key.items()}
-        with without_garbage_collection():
-            facts = {name: self._facts.rows(name) for name in FACTS}
-            rows = sorted_digest({**dimensions, **facts})
-        if self._quarantined is None:
-            return rows
-        return hashlib.sha256(f"{rows} {self._quarantined.digest}".encode()).hexdigest()
-
-    @cached_property
-    def keys_digest(self) -> str:
-        """SHA-256, in hex, of what `digest` is of, but of keys only: of a million in 0.1 s.
-
-        Equal measurements have equal keys in all databases: a key contains the run.
+        Equal measurements have equal keys in all databases: a key contains the run. The keys of
+        quarantined rows count once more, because dispatch ranks these last.
         """
         return _digest_of_keys(self._facts, self._quarantined.digest if self._quarantined else "")
 
     def has_part(self, digest: str) -> bool:
-        """Whether rows that were read from one file have this `keys_digest`.
+        """Whether rows that were read from one file have this `digest`.
 
         A file that shares rows with another one may be missed.
         """
@@ -443,6 +430,73 @@ class Snapshot:
             if self._entity(KernelRow, key).name == kernel and self._is_current(key)
         )
 
+    def timed_nearest(self, device: Device, problem: Problem, regime: str) -> Problem | None:
+        """The problem of an op timed there with success that differs least, without its m.
+
+        In attributes first, then in n and k by their ratios. Of kernels as they are now.
+        """
+        asked = row_keys.row_of(problem)
+        others = sorted({*self._columns["problem"]} - {"key", "m", "n", "k"})
+        pick, sizes = self._picker("problem", *others), self._picker("problem", "n", "k")
+        attributes = [asked[name] for name in others]
+
+        def distance(key: str) -> tuple[int, float, str]:
+            row = self._by_key["problem"][key]
+            differ = sum(map(ne, attributes, pick(row)))
+            n, k = sizes(row)
+            away = abs(math.log(n / problem.n)) + abs(math.log(k / problem.k))
+            return differ, away, key
+
+        timed = self._timed_problems(row_keys.key_of(device), regime, problem.op)
+        for key in sorted(timed, key=distance):
+            if any(map(self._is_current, timed[key])):
+                return replace(self._entity(Problem, key), m=0)
+        return None
+
+    @_kept
+    def _timed_problems(self, device: str, regime: str, op: str) -> dict[str, list[str]]:
+        """Keys of an op's problems that were timed there with success, with those of kernels."""
+        of_op = self._place["problem"]["op"]
+        where = {"device": device, "regime": regime, "status": "ok"}
+        found: dict[str, list[str]] = {}
+        for problem, kernel in self._facts.picked("timing", ("problem", "kernel"), **where):
+            if self._by_key["problem"][problem][of_op] == op:
+                found.setdefault(problem, []).append(kernel)
+        return found
+
+    def problem(self, key: str) -> Problem:
+        """The problem of a head.
+
+        Raises:
+            DatabaseError: There is none of that key.
+        """
+        return self._entity(Problem, key)
+
+    def timing_heads(self, device: Device, regime: str) -> Iterator[TimingHead]:
+        """Every timing on a device in a regime, without what was measured."""
+        where = {"device": row_keys.key_of(device), "regime": regime}
+        for head, _ in self._heads("timing", (), where):
+            yield TimingHead(*head)
+
+    def accuracy_heads(self, architecture: str) -> Iterator[AccuracyHead]:
+        """Every accuracy on an architecture, without most of what was measured."""
+        columns = AccuracyHead._fields[len(TimingHead._fields) :]
+        where = {"architecture": architecture}
+        for head, (distribution, *rest) in self._heads("accuracy", columns, where):
+            found = self._entity(DistributionRow, distribution)
+            yield AccuracyHead._make((*head, found, *rest))
+
+    def _heads(
+        self, name: str, more: Sequence[str], where: Mapping[str, str]
+    ) -> Iterator[tuple[Row, Row]]:
+        columns = ("key", "kernel", "problem", "environment", "run", "measured_utc_ms", *more)
+        grades = self._column("run", "grade")
+        for row in self._facts.picked(name, columns, **where):
+            key, kernel, problem, environment, run, measured = row[:6]
+            of = self._entity(KernelRow, kernel)
+            head = (of, problem, environment, grades[run], measured, self._tier(name, key))
+            yield head, row[6:]
+
     def timings_on(self, device: Device, regime: str) -> Iterator[TimingCell]:
         """Every timing on a device in a regime."""
         key = row_keys.key_of(device)
@@ -561,13 +615,17 @@ class Snapshot:
             ),
         )  # fmt: skip
 
-    def timing_outcomes(self) -> set[tuple[str, str, Device, str, str]]:
-        """How timings ended: kernel name, its digest, device, status and reason."""
-        found = {*self._facts.picked("timing", ("kernel", "device", "status", "reason"))}
+    def timing_outcomes(self) -> set[tuple[str, str, Device, str, str, str]]:
+        """How timings ended: kernel name, its digest, device, status, reason and tier."""
+        columns = ("kernel", "device", "status", "reason", *(["key"] if self._quarantined else []))
+        found = {
+            (*row[:4], "".join(self._tier("timing", key) for key in row[4:]))
+            for row in self._facts.picked("timing", columns)
+        }
         name_of, digest_of = self._column("kernel", "name"), self._column("kernel", "digest")
         return {
-            (name_of[kernel], digest_of[kernel], self._entity(Device, device), status, reason)
-            for kernel, device, status, reason in found
+            (name_of[kernel], digest_of[kernel], self._entity(Device, device), *rest)
+            for kernel, device, *rest in found
         }
 
     def has_timing(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -271,18 +271,13 @@ def rows_digest(rows: Rows) -> str:
     The rows are those of the present schema version, whichever version the file has. A table that
     came after version 3 counts only if it has rows, so that older files keep their digest.
     """
-    return sorted_digest({name: by_key(found) for name, found in rows.items()})
-
-
-def sorted_digest(rows: Mapping[str, Iterable[tuple[Any, ...]]]) -> str:
-    """`rows_digest` of rows that come sorted by key."""
     digest = hashlib.sha256(f"lokakern {_DIGEST_VERSION}\n".encode())
     for name in sorted(rows):
         heading = f"{name}\n".encode()
         if name in tables_of(_DIGEST_VERSION):
             digest.update(heading)
             heading = b""
-        for row in rows[name]:
+        for row in by_key(rows[name]):
             digest.update(heading + repr(row).encode("utf-8", "surrogatepass"))
             heading = b""
     return digest.hexdigest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import warnings
 from collections.abc import Iterator
@@ -12,7 +13,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import lokakern
 from lokakern.conversion import convert as converting
@@ -458,6 +462,46 @@ def test_skipped_layers_have_reasons(known: Book, capsys: pytest.CaptureFixture[
     attention = nn.MultiheadAttention(16, 2, add_zero_attn=True)
     with pytest.raises(UnknownNameError, match=r"out_proj: nn\.MultiheadAttention reads its"):
         convert(attention, 0.06, device=H200)
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("inference", [False, True])
+def test_layers_inside_of_sharded_modules_are_converted(inference: bool) -> None:
+    x = torch.randn(32, K).bfloat16()
+    before = model_of()
+    after = copy.deepcopy(before)
+    convert(before, kernels="row", inference=inference)
+    mesh = init_device_mesh("cpu", (1,))
+    fully_shard(after, mesh=mesh)
+    handle = convert(after, kernels="row", inference=inference)
+    assert len(handle.sites) == len(handle) and torch.equal(after(x), before(x))
+    for layer in (sharded := model_of()):
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    with pytest.raises(UnknownNameError, match="call convert before fully_shard"):
+        convert(sharded, kernels="row")
+
+
+def test_a_saved_model_keeps_its_kernels(tmp_path: Path) -> None:
+    model, x = model_of(), torch.randn(32, K).bfloat16()
+    plain = copy.deepcopy(model)
+    convert(model, kernels="row", inference=True)
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert torch.equal(loaded(x), model(x)) and not torch.equal(loaded(x), plain(x))
+    convert(loaded, kernels="tensor", inference=True)
+    assert not torch.equal(loaded(x), model(x)), "chosen again"
+    again = model_of()
+    again.load_state_dict(loaded.state_dict())
+    assert torch.equal(again(x), plain(x))
 
 
 def test_choices_are_plain_data(known: Book) -> None:

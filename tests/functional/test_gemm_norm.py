@@ -293,13 +293,18 @@ def test_on_miss_logs_raises_or_records(caplog: pytest.LogCaptureFixture) -> Non
     for _ in range(3):
         assert torch.equal(lokakern.gemm_norm(X, W.t(), norm="layer", budget=0.06), wanted)
     (record,) = caplog.records
-    assert "using torch.norm_unfused. Measure it with: " in record.getMessage()
-    assert "sweep --problem" in record.getMessage()
+    said = record.getMessage().removeprefix("using torch.norm_unfused: ")
+    assert "measure it with: python -m lokakern.bench sweep --problem" in said
     ((problem, _),) = misses._COUNTS
     assert (problem.op, problem.epilogue) == ("gemm_norm", "layer")
-    assert misses.parse(misses.json.dumps(misses._plain(problem))) == problem
-    with pytest.raises(MissError, match=r"gemm_norm: .* nothing was measured at n=128 k=96"):
+    assert misses.parse(misses.json.dumps(misses.plain(problem))) == problem
+    with pytest.raises(MissError, match=r"nothing was measured at n=128 k=96") as raised:
         lokakern.gemm_norm(X, W.t(), norm="layer", budget=0.06, on_miss="raise")
+    assert str(raised.value) == said
+    explained = dispatcher.Choice(dispatcher.table_for(problem, ErrorBudget.of(0.06)), problem.m)
+    assert f"  miss: {said.removeprefix(f'gemm_norm: {problem}: ')}" in (
+        explained.explain().splitlines()
+    ), "in the same words"
     x, w = lokakern.quantize(X), lokakern.quantize(W).t()
     for a, b, budget in ((X, W.t(), None), (x, w, None), (x, w, 1e-9)):
         with pytest.raises(MissError, match=r"nothing was measured at n=128 k=96"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -259,6 +260,125 @@ def test_a_forward_that_cannot_be_traced_is_left_alone() -> None:
         report = mods.apply(model, [mods.FuseShared()])
         assert not report.changed and why in report[0].effect
         assert "forward" not in vars(model) and model.training
+
+
+class Shared(nn.Module):
+    """Two layers whose input each forward reads in its own way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(24, 8), nn.Linear(24, 16)
+
+    def both(self, x: Tensor, y: Tensor) -> Tensor:
+        return torch.cat([self.a(x), self.b(y)], -1)
+
+
+class ByKey(Shared):
+    def forward(self, batch: Any) -> Tensor:
+        return self.both(batch["x"], batch["x"])
+
+
+class ByPath(Shared):
+    def forward(self, batch: Any) -> Tensor:
+        return self.both(batch["all"][1], batch["all"][1])
+
+
+class Unpacked(Shared):
+    def forward(self, xs: Any) -> Tensor:
+        x, _ = xs
+        return self.both(x, x)
+
+
+class Concatenated(Shared):
+    def forward(self, xs: Any) -> Tensor:
+        x = torch.cat(xs, -1)
+        return self.both(x, x)
+
+
+X24 = torch.arange(48.0).reshape(2, 24).sin()
+
+
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [
+        (ByKey, {"x": X24}), (ByPath, {"all": [X24 + 1, X24]}), (Unpacked, (X24, X24 + 1)),
+        (Concatenated, [X24[:, :10], X24[:, 10:]]),
+    ],
+)  # fmt: skip
+def test_inputs_in_lists_and_dictionaries_are_shared(kind: type[Shared], given: Any) -> None:
+    model = kind()
+    expected = model(given)
+    (change,) = mods.apply(model, [mods.FuseShared()]).changed
+    assert change.before == "a, b"
+    assert torch.allclose(model(given), expected, atol=1e-6)
+
+
+class OtherItems(Shared):
+    def forward(self, xs: Any) -> Tensor:
+        return self.both(xs[0], xs[1])
+
+
+def by_method(x: Tensor) -> None:
+    x.add_(1)
+
+
+def by_item(x: Tensor) -> None:
+    x[0] = 1.0
+
+
+def by_out(x: Tensor) -> None:
+    torch.add(x, 1, out=x)
+
+
+def by_option(x: Tensor) -> None:
+    functional.relu(x, True)
+
+
+def by_view(x: Tensor) -> None:
+    view = x.view(-1)
+    view *= 2
+
+
+@pytest.mark.parametrize("mod", [mods.FuseShared(), mods.BatchEqual()], ids=str)
+@pytest.mark.parametrize("write", [by_method, by_item, by_out, by_option, by_view])
+def test_what_is_written_between_two_calls_is_read_by_the_second(
+    write: Callable[[Tensor], None], mod: mods.Mod
+) -> None:
+    """`FuseShared` multiplied the second layer by the input as it was before."""
+
+    class Writing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(24, 8), nn.Linear(24, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.a(x)
+            write(x)
+            return y + self.b(x)  # type: ignore[no-any-return]
+
+    model = Writing()
+    with torch.no_grad():
+        expected = model(X24.clone())
+        mods.apply(model, [mod])
+        assert torch.equal(model(X24.clone()), expected)
+
+
+def test_different_items_are_not_shared_and_loops_say_what_to_do() -> None:
+    class Looping(Shared):
+        def forward(self, xs: Any) -> Any:
+            return [self.both(x, x) for x in xs]
+
+    class Counting(Shared):
+        def forward(self, xs: Any) -> Any:
+            return self.both(xs[0], xs[0]) if len(xs) > 1 else None
+
+    assert not mods.apply(OtherItems(), [mods.FuseShared()]).changed
+    for model, why in (
+        (Looping(), "unpack it (x, y = xs)"),
+        (Counting(), "the length of an input"),
+    ):
+        (change,) = mods.apply(model, [mods.FuseShared()])
+        assert not change.is_done and why in change.effect
 
 
 # ---- mods that change results ----

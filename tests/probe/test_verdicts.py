@@ -210,6 +210,9 @@ def test_gradient_errors_agree_with_held_out_rows(model: Model, report: ProbeRep
 def test_reports_print_tables_and_json(
     report: ProbeReport, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    safe = sum(v.safety == "safe" for v in report)
+    begin, end = f"ProbeReport(30 GEMMs of 10 sites, {safe} safe, ", ", within row_err 0.06)"
+    assert repr(report).startswith(begin) and repr(report).endswith(end)
     report.table()
     out = capsys.readouterr().out
     assert RESCALED in out and "BlockNorm instead of LayerNorm" in out

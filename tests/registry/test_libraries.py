@@ -143,6 +143,16 @@ def test_a_plugin_is_tried_then_measured_then_chosen(tmp_path: Path) -> None:
     races = [(us, times[problem, "torch.bf16"]) for (problem, name), us in times.items()
              if name == "lokakern_example.float32_gemm"]  # fmt: skip
     assert races and all(us > 0 for us, _ in races)
+    explain = ("-m", "lokakern.bench", "explain", "gemm", "16", "64", "64")
+    assert "plugin left out" not in run(*explain).stdout
+    module = installed / "lokakern_example.py"
+    module.write_text(module.read_text() + "\nANOTHER = 1\n")
+    changed = f"example changed since it was tried: {libraries.TRY}"
+    assert run(*explain).stdout.splitlines()[-1] == f"  plugin left out: {changed}"
+    assert (
+        json.loads(run(*explain, "--json").stdout)["rejected"]["lokakern_example.float32_gemm"]
+        == changed
+    )
 
 
 @pytest.mark.rest

@@ -137,7 +137,18 @@ def test_a_stale_time_only_ranks_and_is_marked(book: Book) -> None:
     book.write(*measured(times={"digest": "f" * 64}))
     choice = ask()
     assert choice.kernel == ROW
-    assert "stale" in choice.explain()
+    assert "10.00 us (measured, 1 run, graph-cold, stale)" in choice.explain()
+    book.write(*measured(m=8192, bf16=5.0, times={"digest": "f" * 64}))
+    assert ask(m=8192).rejected[ROW] == "slower: 10.00 us, stale"
+
+
+def test_unsteady_times_are_marked(book: Book) -> None:
+    book.write(*measured(times={"spread": 0.2}))
+    book.write(*measured(m=8192, bf16=5.0, times={"spread": 0.2}))
+    assert "10.00 us (measured, 1 run, graph-cold, unsteady)" in ask().explain()
+    assert ask(m=8192).rejected[ROW] == "slower: 10.00 us, unsteady"
+    book.write(*measured(m=2048, times={"spread": 0.1}))
+    assert "unsteady" not in ask(m=2048).explain()
 
 
 def test_a_fresh_time_replaces_a_stale_one(book: Book) -> None:

@@ -262,7 +262,7 @@ def test_imported_costs_count_after_trust_only(
 
 def test_ranks_with_other_host_costs_disagree(book: Book, monkeypatch: pytest.MonkeyPatch) -> None:
     same = dispatcher._digest_here(H200)
-    assert same == dispatcher.snapshot().keys_digest, "no host costs: machines do not matter"
+    assert same == dispatcher.snapshot().digest, "no host costs: machines do not matter"
     book.write(*costs(12.0, 18.0))
     here = dispatcher._digest_here(H200)
     monkeypatch.setattr(host_cost, "machine_class", lambda: MachineClass("another CPU", "2.11"))

@@ -16,7 +16,7 @@ import pytest
 
 from lokakern.errors import MeasurementError
 from lokakern.problems import make_problem
-from lokakern.selection import misses
+from lokakern.selection import misses, remedies
 from lokakern.types import Device, Format, Layout, Operand, Problem
 
 H200 = Device("nvidia", "NVIDIA H200", "sm_90", 132, 141)
@@ -114,16 +114,16 @@ def test_misses_that_cannot_be_measured_are_not_read() -> None:
     ids=str,
 )  # fmt: skip
 def test_unsupported_layouts_have_a_reason(problem: Problem, why: str | None) -> None:
-    found = misses.why_not_measurable(problem)
+    found = remedies.why_not_measurable(problem)
     assert found is None if why is None else found is not None and found.startswith(why)
 
 
 def test_rows_of_fp8_are_always_aligned() -> None:
     a = Operand(Format.E4M3FN, alignment=16)
-    assert misses._natural_alignment(16, 65, a) == 16
-    assert misses._natural_alignment(16, 65, replace(a, format=Format.BFLOAT16)) == 2
-    assert misses._natural_alignment(2, 65, replace(a, format=Format.FLOAT32)) == 4
-    assert misses._natural_alignment(1, 65, replace(a, format=Format.BFLOAT16)) == 16
+    assert remedies._natural_alignment(16, 65, a) == 16
+    assert remedies._natural_alignment(16, 65, replace(a, format=Format.BFLOAT16)) == 2
+    assert remedies._natural_alignment(2, 65, replace(a, format=Format.FLOAT32)) == 4
+    assert remedies._natural_alignment(1, 65, replace(a, format=Format.BFLOAT16)) == 16
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_rows_of_fp8_are_always_aligned() -> None:
     ids=str,
 )
 def test_a_sweep_command_parses_to_its_problem(problem: Problem) -> None:
-    words = shlex.split(misses.sweep_command(problem))
+    words = shlex.split(remedies.sweep_command(problem))
     assert words[:4] == ["python", "-m", "lokakern.bench", "sweep"] and len(words) == 6
     if problem == PROBLEM:
         assert words[4:] == ["--shape", "16,32,64"]
@@ -152,7 +152,7 @@ def test_a_sweep_command_parses_to_its_problem(problem: Problem) -> None:
     ids=str,
 )
 def test_malformed_problems_are_refused(change: dict[str, Any]) -> None:
-    text = json.dumps({**misses._plain(PROBLEM), **change})
+    text = json.dumps({**misses.plain(PROBLEM), **change})
     with pytest.raises(MeasurementError, match="which is no problem"):
         misses.parse(text)
 

@@ -40,33 +40,37 @@ def arguments_of(note: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("measured", "asked", "words"),
+    ("measured", "asked", "words", "differ", "way"),
     [
-        ({"epilogue": "bias"}, {}, "only with bias: ask with epilogue='bias'"),
-        ({}, {"epilogue": "bias"}, "only without epilogue: ask with epilogue='none'"),
-        ({"b": ROWS, "prepared": True}, {}, "only prepared (row): ask with prepared=True"),
-        ({}, {"b": ROWS, "prepared": True}, "only not prepared: ask with prepared=False"),
-        ({}, {"regime": "eager"}, "only in graph-cold: ask with regime='graph-cold'"),
-        ({"batch": 4}, {}, "only with batch=4: ask with batch=4"),
-        ({"out_strided": True}, {}, "only with out_strided=True: ask with out_strided=True"),
+        ({"epilogue": "bias"}, {}, "with bias", "epilogue differs", "epilogue='bias'"),
+        ({}, {"epilogue": "bias"}, "without epilogue", "epilogue differs", "epilogue='none'"),
+        ({"b": ROWS, "prepared": True}, {}, "prepared (row)", "prepared differs", "prepared=True"),
+        ({}, {"b": ROWS, "prepared": True}, "not prepared", "prepared differs", "prepared=False"),
+        ({}, {"regime": "eager"}, "in graph-cold", "regime differs", "regime='graph-cold'"),
+        ({"batch": 4}, {}, "with batch=4", "batch differs", "batch=4"),
+        ({"out_strided": True}, {}, "with out_strided=True", "out_strided differs",
+         "out_strided=True"),
         ({"a": Operand(Format.BFLOAT16, alignment=4)}, {},
-         "only with a=bfloat16/none/row-major/4 with b=bfloat16/none/column-major/4: ask with "
+         "with a=bfloat16/none/row-major/4 with b=bfloat16/none/column-major/4",
+         "alignment of a and alignment of b differ",
          "a=Operand.parse('bfloat16/none/row-major/4'), "
          "b=Operand.parse('bfloat16/none/column-major/4')"),
-        ({"b": ROWS, "prepared": True, "epilogue": "bias"}, {},
-         "only prepared (row) with bias: ask with prepared=True, epilogue='bias'"),
+        ({"b": ROWS, "prepared": True, "epilogue": "bias"}, {}, "prepared (row) with bias",
+         "prepared and epilogue differ", "prepared=True, epilogue='bias'"),
     ],
 )  # fmt: skip
 def test_a_miss_names_measured_neighbors_and_their_arguments(
-    book: Book, measured: dict[str, Any], asked: dict[str, Any], words: str
+    book: Book, measured: dict[str, Any], asked: dict[str, Any], words: str, differ: str, way: str
 ) -> None:
     book.write(bf16_at(**measured))
     note = noted(**asked)
-    assert note == f"n=512 k=512 was measured on NVIDIA H200 {words}"
-    way = arguments_of(note)
-    if "prepared" not in way or way["prepared"]:
-        kept = {name: value for name, value in asked.items() if name not in way}
-        assert not ask(**{**kept, **way}).is_miss, "asked so there is an answer"
+    assert note == (
+        f"n=512 k=512 was measured on NVIDIA H200 only {words} ({differ}): ask with {way}"
+    )
+    named = arguments_of(note)
+    if "prepared" not in named or named["prepared"]:
+        kept = {name: value for name, value in asked.items() if name not in named}
+        assert not ask(**{**kept, **named}).is_miss, "asked so there is an answer"
 
 
 def test_equally_near_neighbors_are_all_named(book: Book) -> None:
@@ -74,8 +78,8 @@ def test_equally_near_neighbors_are_all_named(book: Book) -> None:
                bf16_at(b=WHOLE, prepared=True), bf16_at(epilogue="bias", batch=4),
                time(BF16, gemm(64, epilogue="bias"), 2.0))  # fmt: skip
     assert noted().endswith(
-        "only prepared (row) or prepared (tensor) or with bias: ask with prepared=True or "
-        "epilogue='bias'"
+        "only prepared (row) (prepared differs) or prepared (tensor) (prepared differs) or with "
+        "bias (epilogue differs): ask with prepared=True or epilogue='bias'"
     )
 
 
@@ -90,7 +94,26 @@ def test_a_miss_without_neighbors_says_that_nothing_was_measured(book: Book, wha
         "stale": time(BF16, gemm(4096, epilogue="bias"), 20.0, digest="f" * 64),
     }  # fmt: skip
     book.write(other[what], time(BF16, gemm(4096, n=64), 5.0))
-    assert noted() == "nothing was measured at n=512 k=512, graph-cold, on NVIDIA H200"
+    assert noted() == (
+        "nothing was measured at n=512 k=512, graph-cold, on NVIDIA H200; nearest is n=64 k=512 "
+        "(n differs)"
+    )
+
+
+def test_the_nearest_problem_differs_in_the_fewest_attributes(book: Book) -> None:
+    wide, odd = gemm(4096, n=4096), replace_a(gemm(4096, n=520), alignment=2)
+    book.write(time(BF16, wide, 20.0), time(BF16, odd, 5.0))
+    assert noted().endswith("; nearest is n=4096 k=512 (n differs)")
+    book.write(time(BF16, gemm(4096, n=1024, k=500), 20.0))
+    assert noted().endswith("; nearest is n=4096 k=512 (n differs)"), "of equal attributes"
+    book.write(time(BF16, gemm(4096, n=1024, k=1024), 20.0, digest="f" * 64))
+    assert noted().endswith("; nearest is n=4096 k=512 (n differs)"), "not of a changed kernel"
+    book.write(time(BF16, gemm(4096, n=640), 20.0))
+    assert noted().endswith("; nearest is n=640 k=512 (n differs)")
+
+
+def replace_a(problem: Problem, **changes: Any) -> Problem:
+    return replace(problem, a=replace(problem.a, **changes))
 
 
 def replace_op(problem: Problem) -> Problem:
@@ -109,8 +132,9 @@ def test_a_missing_baseline_is_not_an_m_outside(book: Book) -> None:
     book.write(*(time(ROW, gemm(m), 10.0) for m in (1024, 4096)), accuracy(ROW, gemm(1), 0.04))
     book.write(time(BF16, gemm(1024), 20.0))
     assert noted() == "torch.bf16 was not measured at m=4096 (measured: 1024)"
-    assert noted(m=8192) == "m=8192 is outside what was measured (1024, 4096)"
-    assert noted(m=512) == "m=512 is outside what was measured (1024, 4096)"
+    outside = "is outside what was measured (1024, 4096); nearest is"
+    assert noted(m=8192) == f"m=8192 {outside} m=4096 (m differs)"
+    assert noted(m=512) == f"m=512 {outside} m=1024 (m differs)"
     assert not ask(m=1024).is_miss
 
 

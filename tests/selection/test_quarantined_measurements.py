@@ -21,7 +21,7 @@ from lokakern.registry.sharing.quarantine import reject, settle
 from lokakern.registry.snapshot.loading import load_snapshot
 from lokakern.registry.staleness import is_current
 from lokakern.registry.storage.merge import without_unused
-from lokakern.registry.storage.reader import Rows, database_digest, read_rows
+from lokakern.registry.storage.reader import Rows, read_rows
 from lokakern.registry.storage.writer import write_file
 from lokakern.selection import dispatcher
 from lokakern.selection.dispatcher import dispatch
@@ -299,7 +299,7 @@ def test_a_row_added_to_a_measured_run_is_unverified(mine: Path) -> None:
     assert tiers == {""}, "what we have, too, is ours"
     (cell,) = facts.timings_on(H200, "graph-hot")
     assert cell.tier == Tier.UNVERIFIED
-    assert facts.digest != database_digest(mine)
+    assert facts.digest != load_snapshot([mine]).digest
 
 
 def test_the_snapshot_digest_covers_trust(mine: Path) -> None:
@@ -311,8 +311,7 @@ def test_the_snapshot_digest_covers_trust(mine: Path) -> None:
     merge_files([mine, quarantined_files(mine)[0].path], ours)
     merged = load_snapshot([ours])
     assert len({before, quarantined.digest, merged.digest}) == 3
-    assert quarantined.keys_digest != merged.keys_digest
-    assert merged.keys_digest == load_snapshot([ours, mine]).keys_digest
+    assert merged.digest == load_snapshot([ours, mine]).digest
 
 
 def test_the_registered_numerics_class_of_a_kernel_counts(mine: Path) -> None:

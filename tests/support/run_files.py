@@ -21,7 +21,8 @@ from lokakern.registry.schema.records import (
     TestResultRecord,
     TimingRecord,
 )
-from lokakern.registry.storage.reader import Rows, read_rows
+from lokakern.registry.snapshot.snapshot import Snapshot
+from lokakern.registry.storage.reader import Rows, read_rows, rows_digest
 from lokakern.registry.storage.run_files import RunFile
 from lokakern.registry.storage.writer import write_file
 from lokakern.types import Device, Environment, Format, Layout, Operand, Problem
@@ -89,6 +90,11 @@ HOST_COST = HostCostRecord(
     calls_per_round=20,
     measured_utc_ms=1_700_000_000_003,
 )
+
+
+def content_digest(facts: Snapshot) -> str:
+    """`database_digest` of a file of all rows of a snapshot."""
+    return rows_digest(facts._facts.as_rows())
 
 
 def begin(database: Path | str, **changes: Any) -> RunFile:

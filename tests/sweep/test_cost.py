@@ -13,7 +13,7 @@ from lokakern.registry.schema.tables import COLUMNS
 from lokakern.registry.snapshot.loading import load_snapshot
 from lokakern.registry.storage.reader import read_rows
 from lokakern.sweep import cost
-from lokakern.sweep.engine import _duration
+from lokakern.sweep.conditions import duration
 from lokakern.types import Device, Problem
 from lokakern.workloads.suites import SUITES
 from tests.support.shipped import H200_FILE
@@ -94,4 +94,4 @@ def test_every_problem_has_a_cost(suite: str, device: Device) -> None:
      (3599, "59 min")],
 )  # fmt: skip
 def test_durations_are_rounded_down_to_whole_minutes(seconds: float, words: str) -> None:
-    assert _duration(seconds) == words
+    assert duration(seconds) == words

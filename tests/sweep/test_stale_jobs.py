@@ -20,7 +20,7 @@ from lokakern import device as devices
 from lokakern.bench.cli import sweep as cli_sweep
 from lokakern.bench.cli.main import app
 from lokakern.bench.report import listing
-from lokakern.bench.report.coverage import Holdings
+from lokakern.bench.report.coverage import COUNTED, Holdings
 from lokakern.device import current_device, current_environment
 from lokakern.measure import operands
 from lokakern.measure.accuracy import Cell
@@ -36,6 +36,7 @@ from lokakern.registry.schema.records import (
 )
 from lokakern.registry.schema.row_keys import row_key
 from lokakern.registry.schema.tables import COLUMNS, REFERENCES
+from lokakern.registry.sharing.import_file import import_file
 from lokakern.registry.snapshot.loading import SweepDatabase, load_snapshot
 from lokakern.registry.sqlite_file import FACTS
 from lokakern.registry.storage.reader import read_rows
@@ -46,7 +47,7 @@ from lokakern.sweep import engine
 from lokakern.sweep.ranks import RankGroup
 from lokakern.sweep.resume import Job, distribution_row
 from lokakern.sweep.stale_jobs import Staleness, cases_timed
-from lokakern.types import Device, Environment, Format
+from lokakern.types import Device, Environment, Format, Problem
 from lokakern.workloads.distributions import DISTRIBUTIONS
 from lokakern.workloads.suites import SUITES, Case
 from tests.support.inline_worker import launches_take, run_tasks_here
@@ -363,13 +364,19 @@ class Facts:
         self.path = path
 
     def time(
-        self, kernel: Kernel, status: str = "ok", where: Device | None = None, drawn: str = "X1"
-    ) -> None:
-        record = TimingRecord(status=status, **(OK if status == "ok" else {"reason": "it would"}))
+        self, kernel: Kernel, status: str = "ok", where: Device | None = None, drawn: str = "X1",
+        problem: Problem = problem, torch: str = "", us: float = 1.0,
+    ) -> None:  # fmt: skip
+        environment = current_environment()
+        environment = replace(environment, torch=torch or environment.torch)
+        us_of = {name: us for name in OK if name.startswith("latency")}
+        record = TimingRecord(
+            status=status, **(OK | us_of if status == "ok" else {"reason": "it would"})
+        )
         with self._begin() as run:
             run.add_timing(
-                KernelRow.of(kernel), self.problem, DistributionRow.of(drawn),
-                where or current_device(), current_environment(), "eager", record,
+                KernelRow.of(kernel), problem, DistributionRow.of(drawn),
+                where or current_device(), environment, "eager", record,
             )  # fmt: skip
 
     def error(self, kernel: Kernel, status: str = "ok", **parameters: float) -> None:
@@ -465,13 +472,12 @@ def test_list_device_shows_its_rows(command: Command, fresh_file: Path, changed_
 
     found = held(fresh_file)
     assert found["product"] == current_device().product
-    assert found["times"] == "14 of 10 problems: 14 fresh, 0 usable, 0 stale"
-    assert found["errors"] == "117 of 2 problems: 117 fresh, 0 usable, 0 stale"
+    assert found["times"] == "14 rows of 10 problems: 14 fresh, 0 usable, 0 stale"
+    assert found["errors"] == "117 rows of 2 problems: 117 fresh, 0 usable, 0 stale"
     assert (found["grades"], found["last measured"]) == ("full", f"{datetime.now(UTC):%Y-%m-%d}")
-    assert found["suite smoke"] == "0 of 22 problems covered (0%)"
     found = held(changed_file)
-    assert found["times"] == "14 of 10 problems: 12 fresh, 0 usable, 2 stale"
-    assert found["errors"] == "117 of 2 problems: 78 fresh, 0 usable, 39 stale"
+    assert found["times"] == "14 rows of 10 problems: 12 fresh, 0 usable, 2 stale"
+    assert found["errors"] == "117 rows of 2 problems: 78 fresh, 0 usable, 39 stale"
 
 
 def test_list_coverage_counts_rows_and_missing_kernels(
@@ -498,6 +504,72 @@ def test_list_coverage_counts_rows_and_missing_kernels(
     smoke = rows["suite smoke", "times"]
     assert (smoke["problems"], smoke["untimed"], smoke["newest"]) == (22, 22, "never")
     assert (smoke["covered"], smoke["missing"]) == (0, 0)
+
+
+@pytest.fixture
+def mixed(facts: Facts, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Times that are fresh, usable, unverified, stale, and superseded, at problems of one op."""
+    now = KERNELS[QUANTIZER]
+    fresh, usable, unverified, stale = (
+        make_problem("quantize", (m, 4096), out_format=Format.E4M3FN)
+        for m in (4096, 8192, 16384, 32768)
+    )
+    facts.time(of_old(now), problem=fresh)  # superseded
+    facts.time(now, problem=fresh, us=50.0)
+    facts.time(now, problem=usable, us=100.0, torch="0.4.1")
+    facts.time(of_old(now), problem=stale, us=400.0)
+    theirs = Facts(facts.path.with_name("theirs.sqlite"))
+    theirs.time(now, problem=unverified, us=200.0)
+    import_file(theirs.path, facts.path)
+    monkeypatch.setenv("LOKAKERN_DB", str(facts.path))  # with its quarantine
+    return facts.path
+
+
+def test_every_command_counts_rows_alike(command: Command, mixed: Path, tmp_path: Path) -> None:
+    """`report` called rows stale that `list coverage` did not show, and printed another digest."""
+    device = {row["what"]: row["value"] for row in command("list", "device", "--json").json}
+    words = "5 rows of 4 problems: 1 fresh, 1 usable, 1 unverified, 1 stale, 1 older"
+    assert device["times"] == words
+    rows = command("list", "coverage", "--json").json
+    (coverage,) = [row for row in rows if (row["part"], row["of"]) == ("quantize", "times")]
+    assert {word: coverage[word] for word in COUNTED} == dict.fromkeys(COUNTED, 1)
+    assert (coverage["problems"], coverage["rows"]) == (4, 5)
+    page = tmp_path / "page.html"
+    assert words in command("report", "--out", str(page)).err
+    text = page.read_text("utf-8")
+    assert f"Times: {words}." in text and f"Snapshot {device['snapshot digest'][:12]}," in text
+    table = command("list", "coverage").out
+    assert all(word in table for word in COUNTED)
+
+
+def test_a_suite_counts_a_problem_once(command: Command, fresh_file: Path) -> None:
+    """Suite `lrm` has problems under two distributions: 2066 cases are 1974 problems."""
+    suites = {row["suite"]: row["problems"] for row in command("list", "suites", "--json").json}
+    rows = words_of_coverage(command, str(fresh_file))
+    for name, suite in SUITES.items():
+        different = {case.problem for case in suite.cases(current_device())}
+        assert suites[name] == len(different)
+        assert not different or rows[f"suite {name}", "times"]["problems"] == len(different)
+    assert suites["lrm"] < len(SUITES["lrm"].cases(current_device()))
+
+
+def test_kernels_that_others_timed_are_not_measured(
+    command: Command, facts: Facts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOKAKERN_DB", str(facts.path))
+    theirs = Facts(facts.path.with_name("theirs.sqlite"))
+    theirs.time(KERNELS[QUANTIZER], us=1e3)
+    facts.time(KERNELS[PLAIN])
+    import_file(theirs.path, facts.path)
+
+    def state() -> str:
+        rows = command("list", "kernels", "--json").json
+        (why,) = [row["why"] for row in rows if row["kernel"] == QUANTIZER]
+        return str(why)
+
+    assert state().endswith("by others, and not verified")
+    facts.time(KERNELS[QUANTIZER])
+    assert "others" not in state()
 
 
 def test_a_problem_without_a_kernel_is_not_covered(fresh_file: Path) -> None:

@@ -109,10 +109,10 @@ def _is_of(model: Model, facts: Snapshot, sources: Sequence[str]) -> bool:
 
     digest = model.content.rows_digest
     return (
-        digest == facts.keys_digest
+        digest == facts.digest
         or facts.has_part(digest)
         or (
             len(facts.sources) > 1
-            and any(load_snapshot([source]).keys_digest == digest for source in sources)
+            and any(load_snapshot([source]).digest == digest for source in sources)
         )
     )

@@ -26,7 +26,7 @@ from lokakern.measure import operands
 from lokakern.problems import make_problem
 from lokakern.registry.register import KERNELS, load_kernels
 from lokakern.registry.storage.reader import open_readonly
-from lokakern.selection import dispatcher, misses
+from lokakern.selection import dispatcher, misses, remedies
 from lokakern.sweep import engine
 from lokakern.types import REALISTIC_DISTRIBUTIONS, Format, Layout, Operand
 from lokakern.workloads.distributions import DISTRIBUTIONS
@@ -347,7 +347,7 @@ def test_a_sweep_of_misses(command: Command, tmp_path: Path) -> None:
 
 def test_a_sweep_of_a_problem_that_a_miss_printed(command: Command, tmp_path: Path) -> None:
     problem = make_problem("gemm", (48, 16, 32), epilogue="bias")
-    words = shlex.split(misses.sweep_command(problem))[3:]
+    words = shlex.split(remedies.sweep_command(problem))[3:]
     ran = command(*words, "--errors", "none", "--quiet", "--json", "--kernel", "torch.bf16",
                   "--db", str(tmp_path / "a.sqlite"))  # fmt: skip
     assert ran.code == 0, ran.err
@@ -445,7 +445,21 @@ def test_explain_reports_an_unmeasured_problem_as_a_miss(command: Command, measu
     facts = command("explain", "--shape", "64,48,48", "--json", "--db", measured).json
     assert (facts["miss"], facts["kernel"], facts["latency_us"]) == (True, "torch.bf16", None)
     ran = command("explain", "--shape", "64,48,48", "--db", measured)
-    assert "\n  miss: nothing was measured at n=48 k=48, eager, on " in ran.out
+    assert f"\n  miss: {facts['why']}\n" in ran.out
+    assert facts["why"].startswith("nothing was measured at n=48 k=48, eager, on ")
+    assert "; nearest is n=32 k=32 (n and k differ); measure it with: " in facts["why"]
+
+
+@pytest.mark.parametrize(
+    "words", [("gemm", "64", "32", "32"), ("gemm", "64,32,32"), ("64", "32", "32"), ("64,32,32",)]
+)
+def test_explain_takes_sizes_as_arguments(
+    command: Command, measured: str, words: tuple[str, ...]
+) -> None:
+    asked = command("explain", "--shape", "64,32,32", "--json", "--db", measured).json
+    assert command("explain", *words, "--json", "--db", measured).json == asked
+    ran = command("explain", *words, "--shape", "64,32,32", "--db", measured)
+    assert ran.code == 2 and "goes without M N K" in ran.err
 
 
 def test_explain_a_prepared_weight(command: Command, measured: str) -> None:

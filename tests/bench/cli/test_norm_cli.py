@@ -18,7 +18,7 @@ from lokakern.device import current_device
 from lokakern.measure import operands
 from lokakern.problems import make_problem
 from lokakern.registry.register import KERNELS, load_kernels
-from lokakern.selection import misses
+from lokakern.selection import remedies
 from lokakern.sweep import engine
 from lokakern.types import Format, Granularity, Operand
 from tests.support.inline_worker import run_tasks_here
@@ -110,7 +110,7 @@ def test_unsupported_options_are_errors_of_one_line(words: tuple[str, ...], says
 def test_a_miss_can_be_measured(tmp_path: Path) -> None:
     problem = make_problem("gemm_norm", (48, 64, 32), epilogue="layer",
                            a=Operand(Format.E4M3FN, Granularity.ROW))  # fmt: skip
-    words = shlex.split(misses.sweep_command(problem))[3:]
+    words = shlex.split(remedies.sweep_command(problem))[3:]
     ran = run(*words, "--errors", "none", "--quiet", "--json", *FEW, "--db",
               str(tmp_path / "a.sqlite"))  # fmt: skip
     assert ran.exit_code == 0, ran.output

@@ -121,7 +121,7 @@ def test_a_model_is_read_back_and_names_its_rows(fitted, shipped, h200):
     content, quality = fitted
     model = parse(content, "model.json")
     assert model.device == h200
-    assert model.content.rows_digest == shipped.keys_digest
+    assert model.content.rows_digest == shipped.digest
     assert set(model.content.spreads) == set(KINDS)
     assert all(s.low <= 0 <= s.high for s in model.content.spreads.values())
     assert 0 < quality.median_error < quality.p90_error
@@ -232,9 +232,9 @@ def test_the_model_of_a_shipped_file_is_of_that_file_alone(fitted, shipped, tmp_
     place = tmp_path / "model.json"
     words = ["fit", "--device", "NVIDIA H200", "--quiet", "--out", str(place)]
     app([*words, "--db", str(H200_FILE)], standalone_mode=False)
-    assert load(place).content.rows_digest == shipped.keys_digest
+    assert load(place).content.rows_digest == shipped.digest
     assert place.read_bytes() == fitted[0]
-    assert dispatcher.snapshot().keys_digest != shipped.keys_digest, "of both files"
+    assert dispatcher.snapshot().digest != shipped.digest, "of both files"
 
 
 def test_a_sweep_fits_into_a_file_and_after_measuring_only(capsys):

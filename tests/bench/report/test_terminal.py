@@ -102,8 +102,10 @@ def test_quiet_commands_show_no_progress(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(sys, "stderr", Terminal())
     with options._showing_progress(quiet=True):
         assert not progress._LISTENERS
+    assert sys.stderr.getvalue() == ""  # type: ignore[attr-defined]
     with options._showing_progress(quiet=False):
         assert progress._LISTENERS
+    assert "importing torch" in sys.stderr.getvalue()  # type: ignore[attr-defined]
     assert not progress._LISTENERS
 
 

@@ -28,6 +28,7 @@ from lokakern.registry.storage.merge import merge
 from lokakern.registry.storage.reader import database_digest
 from lokakern.types import Device, Environment, Format, Layout, Operand, Problem
 from tests.support.rows_at_once import RowsAtOnce
+from tests.support.run_files import content_digest
 
 H200 = Device("nvidia", "NVIDIA H200", "sm_90", 132, 141)
 SLICE = dataclasses.replace(H200, compute_units=16, memory_gib=18, partition="1g.18gb")
@@ -229,15 +230,37 @@ def test_test_results(snapshot: Snapshot) -> None:
     assert cell.reason == "1 > 0.5" and snapshot.environment(cell.environment) == NOW
 
 
+def test_heads_are_what_cells_are_of(snapshot: Snapshot) -> None:
+    heads = [
+        (head.kernel, snapshot.problem(head.problem), *head[2:])
+        for head in snapshot.timing_heads(H200, "graph-cold")
+    ]
+    cells = [
+        (c.kernel, c.problem, c.environment, c.grade, c.measured_utc_ms, c.tier)
+        for c in snapshot.timings_on(H200, "graph-cold")
+    ]
+    assert len(heads) == 8 and sorted(heads, key=str) == sorted(cells, key=str)
+    errors = sorted(
+        (h.kernel.name, h.distribution.name, h.seed, h.status, h.row_err_upper, h.grade)
+        for h in snapshot.accuracy_heads("sm_90")
+    )
+    asked = row_keys.key_of(PROBLEM)
+    assert errors == sorted(
+        (c.kernel.name, c.distribution, c.seed, c.status, c.row_err_upper, c.grade)
+        for name in {row.name for row in snapshot.kernels}
+        for c in snapshot.accuracy_cells("sm_90", name, asked)
+    )
+
+
 def test_timing_outcomes(snapshot: Snapshot) -> None:
     outcomes = snapshot.timing_outcomes()
-    assert ("cuda.row", NEW.digest, H200, "out_of_memory", "needs 200 GiB") in outcomes
+    assert ("cuda.row", NEW.digest, H200, "out_of_memory", "needs 200 GiB", "") in outcomes
     assert {
-        ("cuda.row", NEW.digest, H200, "ok", ""),
-        ("cuda.row", NEW.digest, SLICE, "ok", ""),
+        ("cuda.row", NEW.digest, H200, "ok", "", ""),
+        ("cuda.row", NEW.digest, SLICE, "ok", "", ""),
     } < outcomes
     good = {(name, digest, device.product)
-            for name, digest, device, status, _ in outcomes if status == "ok"}  # fmt: skip
+            for name, digest, device, status, *_ in outcomes if status == "ok"}  # fmt: skip
     assert good == {
         ("cuda.row", OLD.digest, "NVIDIA H200"),
         ("cuda.row", OLD.digest, "AMD Instinct MI300X"),
@@ -300,10 +323,11 @@ def test_digest_depends_on_content_only(files: list[Path], tmp_path: Path) -> No
         load_snapshot(files[::-1]).digest,
         load_snapshot([*files, files[0]]).digest,
         load_snapshot([tmp_path / "merged.sqlite"]).digest,
-        database_digest(tmp_path / "merged.sqlite"),
     }
     assert len(digests) == 1
     assert load_snapshot(files[:1]).digest not in digests
+    merged = tmp_path / "merged.sqlite"
+    assert content_digest(load_snapshot(files)) == database_digest(merged)
 
 
 def test_snapshot_does_not_change(files: list[Path], tmp_path: Path) -> None:

@@ -63,6 +63,7 @@ from tests.support.run_files import (
     add,
     begin,
     changed,
+    content_digest,
     edited,
     rows_as_dicts,
     rows_of,
@@ -596,7 +597,7 @@ def test_an_older_file_merges_into_one_of_the_present_version(database: Path) ->
 
 def test_dispatch_reads_an_older_file() -> None:
     facts = load_snapshot([FIXTURES[1]])
-    assert facts.digest == database_digest(FIXTURES[1])
+    assert content_digest(facts) == database_digest(FIXTURES[1])
     assert facts.test_results == []
     dispatcher.use_snapshot(facts)
     try:

@@ -225,7 +225,7 @@ def test_a_model_of_other_rows_is_told_and_not_used(
     assert models.model_for(facts, device) is not None
     place = models.model_path(copied, device)
     text = place.read_bytes()
-    digest = facts.keys_digest.encode()
+    digest = facts.digest.encode()
     assert digest in text
     place.write_bytes(text.replace(digest, b"0" * 64))
     with caplog.at_level(logging.WARNING, "lokakern"):
@@ -295,7 +295,7 @@ def test_each_shipped_model_belongs_to_a_shipped_file_and_keeps_its_bars() -> No
     found = sorted(models.model_folder(H200_FILE).glob("*.json"))
     assert models.model_path(H200_FILE, load_snapshot([H200_FILE]).find_device(H200)) in found
     for place in found:
-        check_model(place, places[place].keys_digest)
+        check_model(place, places[place].digest)
 
 
 def check_model(place: Path, rows_digest: str) -> None:
