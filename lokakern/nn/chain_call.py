@@ -105,13 +105,19 @@ def are_same(modules: tuple[nn.Module | None, ...], known: tuple[nn.Module | Non
 
 def is_plain_call(module: nn.Module) -> bool:
     """Whether a call of a module runs only its class's forward."""
-    return not (
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or nn.modules.module._global_forward_hooks
-        or nn.modules.module._global_forward_pre_hooks
-        or "forward" in module.__dict__
-    )
+    return not (has_own_call(module) or has_global_hooks())
+
+
+def has_own_call(module: nn.Module) -> bool:
+    """Whether a module has hooks, or a forward beside that of its class."""
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    return bool(hooks) or "forward" in module.__dict__
+
+
+def has_global_hooks() -> bool:
+    """Whether every call of a module runs a hook."""
+    module = nn.modules.module
+    return bool(module._global_forward_hooks or module._global_forward_pre_hooks)
 
 
 def static_rows(x: object) -> int:

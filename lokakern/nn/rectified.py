@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, _addmm_activation, bfloat16, is_grad_enabled, nn
 from torch.compiler import is_compiling
-from torch.nn import Parameter
+from torch.nn import Parameter, ReLU  # not by torch.nn: see `lokakern.nn.routed_matmul`
 
 from lokakern.functional.checks import is_traced
-from lokakern.nn.chain_call import is_plain_call, rows_in, static_rows
+from lokakern.nn.chain_call import has_global_hooks, has_own_call, rows_in, static_rows
 from lokakern.nn.linear import (
     ALTERED,
     OFFLOADED,
@@ -79,6 +79,9 @@ def _has_kernel(segments: Sequence[tuple[int, bool]], m: int) -> bool:
     return segments[bisect_right(segments, m, key=lambda segment: segment[0]) - 1][1]
 
 
+ALWAYS = route_between(PLAIN, PLAIN)
+
+
 def multiply_rectified(layer: nn.Module, relu: nn.Module, x: Any, route: str) -> Tensor | None:
     """``relu(layer(x))`` in one launch, or None where both modules have to run.
 
@@ -91,13 +94,13 @@ def multiply_rectified(layer: nn.Module, relu: nn.Module, x: Any, route: str) ->
         x: The input.
         route: See `rectified_between`.
     """
-    if type(layer) is not Linear or type(relu) is not nn.ReLU:
+    if type(layer) is not Linear or type(relu) is not ReLU:
         return None
     weight, bias = layer.weight, layer.bias
-    if bias is None or not (is_plain_call(layer) and is_plain_call(relu)):
+    if bias is None or has_own_call(layer) or has_own_call(relu):
         return None
     if is_compiling():
-        if not isinstance(x, Tensor) or hasattr(x, "device_mesh") or x.is_meta or x.is_nested:
+        if x.is_meta or x.is_nested or hasattr(x, "device_mesh"):
             return None
         if type(weight) is not Parameter and hasattr(weight, "device_mesh"):
             return None
@@ -127,12 +130,13 @@ def rectifying_way(
 ) -> str:
     """A word, and the routes of both gradients; "" where the modules have to run.
 
-    It reads the state of autocast, which Dynamo guards. ``m`` is -1 if it is dynamic.
+    It reads the state of autocast and global hooks, which Dynamo guards. ``m`` is -1 if it is
+    dynamic.
     """
     is_at = quantizes_at((route,), m) if m >= 0 else _is_at_any(route)
     if not is_at or not (dtype is weight_dtype is bfloat16 and _fits(dtype, weight_dtype, device)):
         return ""
-    if torch._C._are_functorch_transforms_active():
+    if torch._C._are_functorch_transforms_active() or has_global_hooks():
         return ""
     flags, _, to_output, *gradients = plan.split("\0") if plan else ("", "", PLAIN, PLAIN, PLAIN)
     is_quantized = quantizes_at((to_output,), m) if m >= 0 else to_output != PLAIN

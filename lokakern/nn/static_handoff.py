@@ -43,7 +43,7 @@ from lokakern.nn.chain_call import (
 from lokakern.nn.chain_plan import read_plan
 from lokakern.nn.linear import Linear, described, quantizes
 from lokakern.nn.linear_norm_act import LinearNormAct
-from lokakern.nn.rectified import multiply_rectified, traced_way
+from lokakern.nn.rectified import ALWAYS, multiply_rectified, traced_way
 from lokakern.nn.routed_matmul import PLAIN, kernel_at, reads_rows
 from lokakern.norm import norm_named, static_scale
 from lokakern.quantized_tensor import ROW_BYTES
@@ -121,8 +121,11 @@ class BoundedSequential(nn.Sequential):
                 if y is not None:
                     return y  # type: ignore[no-any-return]
             return BoundedSequential._run(self, input)  # of which another thread may take the class
-        if _is_idle(self._known, static_rows(input)):
+        relus = _relus_at(self._known, static_rows(input))
+        if relus == "":
             return super().forward(input)  # type: ignore[no-any-return, no-untyped-call]
+        if relus is not None:
+            return self._rectified(input, relus.split(","))
         modules = list(self._modules.values())
         words = [word.split("\0") for word in self._known.rstrip(_KEEPS_ROWS).split("\1")]
         if [word[0] for word in words] != [_kind(module) for module in modules]:
@@ -157,6 +160,21 @@ class BoundedSequential(nn.Sequential):
                 scale = ""
             input = module(input, input_scale=scale) if scale else module(input)
             place += 1
+        return input
+
+    def _rectified(self, input: Tensor, places: Sequence[str]) -> Tensor:
+        """`forward` for a compiler where all that holds are relus in the products at these places.
+
+        It reads less than the rest of `forward`, and each read is a guard.
+        """
+        modules = list(self._modules.values())
+        place = 0
+        while place < len(modules):
+            done = None
+            if str(place) in places and place + 1 < len(modules):
+                done = multiply_rectified(modules[place], modules[place + 1], input, ALWAYS)
+            input = modules[place](input) if done is None else done
+            place += 1 if done is None else 2
         return input
 
     def _run(self, input: Tensor) -> Tensor:
@@ -248,7 +266,7 @@ class BoundedSequential(nn.Sequential):
             for h in self._handoffs
         )
         if any(map(any, (x for handoff in self._handoffs for x in handoff[2:]))):
-            prepare_chains(_is_idle, traced_way)
+            prepare_chains(_relus_at, traced_way)
         _write_known(self)
 
 
@@ -271,16 +289,18 @@ def _states_at(
     return tuple(found)
 
 
-def _is_idle(known: str, m: int) -> bool:
-    """Whether nothing of ``_known`` holds at m, -1 if unknown, and its modules keep the rows.
+def _relus_at(known: str, m: int) -> str | None:
+    """The places of ``_known`` whose products apply a relu at m, if nothing else of it holds.
 
+    None where something else may, where m is unknown (-1), and where a module may change the rows.
     A constant for compilers, see `lokakern.nn.chain_call.has_no_launch`.
     """
     if m < 0 or not known.endswith(_KEEPS_ROWS):
-        return False
+        return None
     words = (word.split("\0") for word in known.removesuffix(_KEEPS_ROWS).split("\1"))
     _, *columns = zip(*words, strict=True)
-    return max(_states_at(*columns, m)) < 2
+    states = _states_at(*columns, m)
+    return None if 2 in states else ",".join(str(i) for i, x in enumerate(states) if x == 3)
 
 
 def _drops_scale(module: Linear, m: int) -> bool:
@@ -439,7 +459,7 @@ def set_handoff(
     for layer, granularity in _chain_weights(handoff):
         layer.keep_chain_weight(key, granularity)
     if any(map(any, handoff[2:])):
-        prepare_chains(_is_idle, traced_way)
+        prepare_chains(_relus_at, traced_way)
     if type(sequence) is nn.Sequential:
         sequence.__class__ = BoundedSequential  # last, for concurrent calls
     _write_known(sequence)
