@@ -66,14 +66,16 @@ def rows_of(what: str, *, brief: bool = False, device: str | None = None) -> lis
 
 
 def _kernels() -> list[Row]:
-    """A row for each kernel and state, with the architectures of that state."""
+    """A row for each kernel, state and vendor, with the architectures of that state."""
     tell("reading kernels", 0)
     unavailable = load_kernels()
     tell("reading kernels", 0.3)
     kernels = [kernel for _, kernel in sorted(KERNELS.items())]
-    alike: dict[tuple[str, str, str], list[str]] = {}
+    alike: dict[tuple[str, str, str, str], list[str]] = {}
     for found in coverage_of(dispatcher.snapshot(), kernels):
-        alike.setdefault((found.kernel, found.state, found.why), []).append(found.architecture)
+        vendor = found.architecture.rstrip("0123456789")
+        key = found.kernel, found.state, found.why, vendor
+        alike.setdefault(key, []).append(found.architecture)
     tell("reading kernels", 1)
     rows = [
         {
@@ -82,10 +84,10 @@ def _kernels() -> list[Row]:
             "scales": KERNELS[name].granularity.value,
             "accumulation": KERNELS[name].accumulation,
             "state": state,
-            "architectures": ", ".join(architectures),
+            "architectures": ", ".join(sorted(architectures, key=lambda x: (len(x), x))),
             "why": why,
         }
-        for (name, state, why), architectures in alike.items()
+        for (name, state, why, _), architectures in alike.items()
     ]
     for module, why in unavailable.items():
         plugin = libraries.plugins().get(module.removeprefix("plugin "))
