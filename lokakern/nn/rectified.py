@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, _addmm_activation, bfloat16, is_grad_enabled, nn
-from torch.compiler import is_compiling
+from torch import Tensor, _addmm_activation, bfloat16, is_grad_enabled, nn, strided
+from torch.compiler import is_compiling, is_exporting
 from torch.nn import Parameter
 
 from lokakern.functional.checks import is_traced
@@ -58,6 +58,8 @@ def rectified_between(sequence: nn.Sequential) -> tuple[str, ...]:
 
 
 def _is_usual(layer: Linear) -> bool:
+    if not layer.in_features:  # of such a product torch returns the bias, without relu
+        return False
     is_aligned = layer.in_features % COLUMNS == layer.out_features % COLUMNS == 0
     is_whole = layer.padding == (0, 0) and not layer.is_mixing and not layer.is_held
     return is_aligned and is_whole and layer.bias is not None and layer.weight.dtype is bfloat16
@@ -94,27 +96,29 @@ def multiply_rectified(layer: nn.Module, relu: nn.Module, x: Any, route: str) ->
     if type(layer) is not Linear or type(relu) is not nn.ReLU:
         return None
     weight, bias = layer.weight, layer.bias
-    if bias is None or not (is_plain_call(layer) and is_plain_call(relu)):
+    if type(weight) not in (Parameter, Tensor) or type(bias) not in (Parameter, Tensor):
+        return None
+    if bias.dtype is not weight.dtype or not (is_plain_call(layer) and is_plain_call(relu)):
         return None
     if is_compiling():
-        if not isinstance(x, Tensor) or hasattr(x, "device_mesh") or x.is_meta or x.is_nested:
-            return None
-        if type(weight) is not Parameter and hasattr(weight, "device_mesh"):
+        if type(x) is not Tensor or x.is_meta or x.is_nested:
             return None
         m = static_rows(x)
     else:
         m = rows_in(x)
-        if m < 0 or is_traced() or x.is_meta or type(weight) not in (Parameter, Tensor):
+        if m < 0 or is_traced() or x.is_meta or x.layout is not strided:
             return None
     if x.dim() < 2 or x.shape[-1] != layer.in_features:
         return None
+    if x.dim() > 2 and not x.is_contiguous():
+        return None  # nn.Linear adds the bias separately, and rounds twice
     way = traced_way if is_compiling() else rectifying_way
     found = way(layer._plan, route, m, x.dtype, weight.dtype, x.device.type)
     if not found:
         return None
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     if is_grad_enabled() and _wants_gradients(x, weight, bias):
-        if not is_compiling():
+        if not is_compiling() or _has_backward_hooks(layer) or _has_backward_hooks(relu):
             return None
         y: Tensor = RectifiedLinear.apply(rows, weight, bias, *found.split("\0")[1:])  # type: ignore[no-untyped-call]
     else:
@@ -132,8 +136,10 @@ def rectifying_way(
     is_at = quantizes_at((route,), m) if m >= 0 else _is_at_any(route)
     if not is_at or not (dtype is weight_dtype is bfloat16 and _fits(dtype, weight_dtype, device)):
         return ""
-    if torch._C._are_functorch_transforms_active():
+    if torch._C._are_functorch_transforms_active() or not _has_own_methods():
         return ""
+    if is_exporting() and is_grad_enabled():
+        return ""  # what is exported may be trained, and torch has no derivative of the product
     flags, _, to_output, *gradients = plan.split("\0") if plan else ("", "", PLAIN, PLAIN, PLAIN)
     is_quantized = quantizes_at((to_output,), m) if m >= 0 else to_output != PLAIN
     if ALTERED in flags or OFFLOADED in flags or is_quantized:
@@ -151,6 +157,26 @@ def _is_at_any(route: str) -> bool:
     return all(name for part in segments_of(route) for _, name in part)
 
 
+def _has_backward_hooks(module: nn.Module) -> bool:
+    of = nn.modules.module
+    return bool(
+        module._backward_hooks
+        or module._backward_pre_hooks
+        or of._global_backward_hooks
+        or of._global_backward_pre_hooks
+    )
+
+
+def _has_own_methods() -> bool:
+    """Whether `nn.ReLU` and calls of modules are those of torch: a library may replace them."""
+    of = nn.modules
+    methods = (
+        (nn.ReLU.forward, of.activation), (nn.ReLU.__call__, of.module),
+        (nn.Module._call_impl, of.module),
+    )  # fmt: skip
+    return all(getattr(method, "__globals__", None) is vars(file) for method, file in methods)
+
+
 class RectifiedLinear(RoutedLinear):
     """`RoutedLinear` with an unquantized output and a relu; only for compiled graphs."""
 
@@ -160,7 +186,8 @@ class RectifiedLinear(RoutedLinear):
     ) -> Tensor:
         ctx.to_input, ctx.to_weight, ctx.dtype = to_input, to_weight, weight.dtype
         y = _addmm_activation(bias, x, weight.t())
-        ctx.save_for_backward(x, weight, y)
+        # A copy, which Inductor removes: Dynamo does not notice that a module writes to y later.
+        ctx.save_for_backward(x, weight, y.clone())
         return y
 
     @staticmethod
