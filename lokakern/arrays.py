@@ -52,6 +52,9 @@ class Library:
     give: Callable[[Tensor], Any]
     stream: Callable[[Any], torch.cuda.Stream | None] = lambda _: None
 
+    def __deepcopy__(self, _: Any) -> Library:
+        return self  # operands of one library have the same one
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedArray:
@@ -235,6 +238,8 @@ def _found(op: str, x: Any) -> Library | None:
                 f"{op}: an operand is {_words(x)}, on a GPU that torch {torch.__version__} does "
                 f"not use ({error}); install torch with CUDA or ROCm"
             ) from error
+    if "numpy" in packages and hasattr(kind, "mask"):  # DLPack passes elements that it hides
+        raise FormatError(f"{op}: an operand is {_words(x)}, whose mask is lost: pass .filled(0)")
     for name, library in (("cupy", _cupy), ("numpy", _numpy), ("numba", _numba)):
         if name in packages:
             return library()

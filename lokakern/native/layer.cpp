@@ -18,6 +18,13 @@
 #include "ops.h"
 
 namespace lokakern {
+
+bool is_usual(const at::Tensor& x, const at::Tensor& like) {
+  static thread_local Words words;
+  words.clear();
+  return x.device() == like.device() && add_tensor(x, {}, words);
+}
+
 namespace {
 
 // A product's route, and at which m it has a kernel; see `lokakern.nn.routed_matmul`.
@@ -193,12 +200,6 @@ struct RoutedLinear : torch::autograd::Function<RoutedLinear> {
     return {to_x, to_weight, to_bias, {}};
   }
 };
-
-bool is_usual(const at::Tensor& x, const at::Tensor& like) {
-  static thread_local Words words;
-  words.clear();
-  return x.device() == like.device() && add_tensor(x, {}, words);
-}
 
 // Whether the operands are multiplied in bfloat16, see `_fits` in Python; no float16 weights.
 bool fits(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {

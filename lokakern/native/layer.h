@@ -1,5 +1,6 @@
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <torch/csrc/python_headers.h>
 
 #include <cstdint>
@@ -11,6 +12,9 @@ namespace lokakern {
 // routes of a plan, or None; ``find`` the kernel that activates and quantizes x.
 // Raises C++ exceptions, such as LaunchFailure.
 PyObject* call_layer(PyObject*, PyObject* const* given, Py_ssize_t count);
+
+// Whether a tensor has elements, only memory and no tangent, on the device of another tensor.
+bool is_usual(const at::Tensor& x, const at::Tensor& like);
 
 // Whether a layer of a plan multiplies its own weight, whole and in bfloat16, at m rows.
 bool is_unquantized(PyObject* plan, PyObject* describe, int64_t m);

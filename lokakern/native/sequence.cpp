@@ -269,12 +269,13 @@ at::Tensor rectified(PyObject* layer, PyObject* relu, const py::object& input, P
   PyObject* const parameters = item(dict, names().parameters);
   const auto weight = tensor_in(item(parameters, names().weight)),
              bias = tensor_in(item(parameters, names().bias));
-  if (!weight || !bias || x.dim() < 2 || x.size(-1) != weight->size(-1)) return {};
+  if (!weight || !bias) return {};
   for (const at::Tensor* each : {&x, &*weight, &*bias})
-    if (each->scalar_type() != at::kBFloat16 || each->device() != x.device() ||
+    if (!is_usual(*each, x) || each->scalar_type() != at::kBFloat16 ||
         (at::GradMode::is_enabled() && each->requires_grad()))
       return {};
-  if (at::autocast::is_autocast_enabled(x.device().type()) ||
+  if (x.dim() < 2 || (x.dim() > 2 && !x.is_contiguous()) || x.size(-1) != weight->size(-1) ||
+      at::autocast::is_autocast_enabled(x.device().type()) ||
       !is_unquantized(item(dict, names().plan), describe, row_count(x)))
     return {};
   return without_gil([&] {

@@ -120,6 +120,11 @@ def has_global_hooks() -> bool:
     return bool(module._global_forward_hooks or module._global_forward_pre_hooks)
 
 
+def is_usual(x: object) -> bool:
+    """Whether a compiler knows x as a tensor of no other class, with data in rows."""
+    return type(x) is Tensor and not (x.is_meta or x.is_nested)
+
+
 def static_rows(x: object) -> int:
     """For a compiler, the rows of an input; -1 if they are dynamic, or it is no usual tensor."""
     if not isinstance(x, Tensor) or hasattr(x, "device_mesh") or x.is_meta or x.is_nested:

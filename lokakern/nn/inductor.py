@@ -36,7 +36,7 @@ from lokakern.types import GROUP, Granularity
 def fuse_quantizers() -> None:
     """Register the lowering; once, when a compiler first traces a product."""
     try:
-        from torch._inductor import ir
+        from torch._inductor import config, ir
         from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
         from torch._inductor.virtualized import V
     except ImportError:
@@ -105,7 +105,12 @@ def fuse_quantizers() -> None:
     def rectified(
         bias: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1, use_gelu: bool = False
     ) -> Any:
-        if V.graph.cpp_wrapper or beta != 1 or alpha != 1 or use_gelu:
+        is_usual = beta == alpha == 1 and not use_gelu
+        if is_usual and (config.max_autotune or config.max_autotune_gemm):
+            # As nn.Linear and nn.ReLU: Inductor's templates apply relu, too, and it times them.
+            aten = torch.ops.aten
+            return lowerings[aten.relu.default](lowerings[aten.addmm.default](bias, a, b))
+        if V.graph.cpp_wrapper or not is_usual:
             return call_rectified(bias, a, b, beta=beta, alpha=alpha, use_gelu=use_gelu)
         inputs = [ir.ExternKernel.realize_input(x) for x in (bias, a, b)]
         sizes = [a.get_size()[0], b.get_size()[1]]

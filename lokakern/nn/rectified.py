@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, _addmm_activation, bfloat16, is_grad_enabled, nn
-from torch.compiler import is_compiling
+from torch import Tensor, _addmm_activation, bfloat16, is_grad_enabled, nn, strided
+from torch.compiler import is_compiling, is_exporting
 from torch.nn import Parameter, ReLU  # not by torch.nn: see `lokakern.nn.routed_matmul`
 
 from lokakern.functional.checks import is_traced
-from lokakern.nn.chain_call import has_global_hooks, has_own_call, rows_in, static_rows
+from lokakern.nn.chain_call import has_global_hooks, has_own_call, is_usual, rows_in, static_rows
 from lokakern.nn.linear import (
     ALTERED,
     OFFLOADED,
@@ -58,6 +58,8 @@ def rectified_between(sequence: nn.Sequential) -> tuple[str, ...]:
 
 
 def _is_usual(layer: Linear) -> bool:
+    if not layer.in_features:  # of such a product torch returns the bias, without relu
+        return False
     is_aligned = layer.in_features % COLUMNS == layer.out_features % COLUMNS == 0
     is_whole = layer.padding == (0, 0) and not layer.is_mixing and not layer.is_held
     return is_aligned and is_whole and layer.bias is not None and layer.weight.dtype is bfloat16
@@ -97,27 +99,29 @@ def multiply_rectified(layer: nn.Module, relu: nn.Module, x: Any, route: str) ->
     if type(layer) is not Linear or type(relu) is not ReLU:
         return None
     weight, bias = layer.weight, layer.bias
-    if bias is None or has_own_call(layer) or has_own_call(relu):
+    if bias is None or bias.dtype is not weight.dtype or has_own_call(layer) or has_own_call(relu):
         return None
     if is_compiling():
-        if x.is_meta or x.is_nested or hasattr(x, "device_mesh"):
-            return None
-        if type(weight) is not Parameter and hasattr(weight, "device_mesh"):
+        if not is_usual(x) or type(weight) is not Parameter or type(bias) is not Parameter:
             return None
         m = static_rows(x)
     else:
         m = rows_in(x)
-        if m < 0 or is_traced() or x.is_meta or type(weight) not in (Parameter, Tensor):
+        if m < 0 or is_traced() or x.is_meta or x.layout is not strided:
+            return None
+        if not {type(weight), type(bias)} <= {Parameter, Tensor}:
             return None
     if x.dim() < 2 or x.shape[-1] != layer.in_features:
         return None
+    if x.dim() > 2 and not x.is_contiguous():
+        return None  # nn.Linear adds the bias separately, and rounds twice
     way = traced_way if is_compiling() else rectifying_way
     found = way(layer._plan, route, m, x.dtype, weight.dtype, x.device.type)
     if not found:
         return None
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     if is_grad_enabled() and _wants_gradients(x, weight, bias):
-        if not is_compiling():
+        if not is_compiling() or _has_backward_hooks(layer) or _has_backward_hooks(relu):
             return None
         y: Tensor = RectifiedLinear.apply(rows, weight, bias, *found.split("\0")[1:])  # type: ignore[no-untyped-call]
     else:
@@ -136,8 +140,10 @@ def rectifying_way(
     is_at = quantizes_at((route,), m) if m >= 0 else _is_at_any(route)
     if not is_at or not (dtype is weight_dtype is bfloat16 and _fits(dtype, weight_dtype, device)):
         return ""
-    if torch._C._are_functorch_transforms_active() or has_global_hooks():
+    if torch._C._are_functorch_transforms_active() or not _are_calls_plain():
         return ""
+    if is_exporting() and is_grad_enabled():
+        return ""  # what is exported may be trained, and torch has no derivative of the product
     flags, _, to_output, *gradients = plan.split("\0") if plan else ("", "", PLAIN, PLAIN, PLAIN)
     is_quantized = quantizes_at((to_output,), m) if m >= 0 else to_output != PLAIN
     if ALTERED in flags or OFFLOADED in flags or is_quantized:
@@ -155,6 +161,24 @@ def _is_at_any(route: str) -> bool:
     return all(name for part in segments_of(route) for _, name in part)
 
 
+def _has_backward_hooks(module: nn.Module) -> bool:
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def _are_calls_plain() -> bool:
+    """Whether calls of modules have no hooks, and are those of torch, which others may replace."""
+    of = nn.modules
+    if has_global_hooks() or of.module._global_backward_hooks:
+        return False
+    if of.module._global_backward_pre_hooks:
+        return False
+    methods = (
+        (nn.ReLU.forward, of.activation), (nn.ReLU.__call__, of.module),
+        (nn.Module._call_impl, of.module),
+    )  # fmt: skip
+    return all(getattr(method, "__globals__", None) is vars(file) for method, file in methods)
+
+
 class RectifiedLinear(RoutedLinear):
     """`RoutedLinear` with an unquantized output and a relu; only for compiled graphs."""
 
@@ -164,7 +188,8 @@ class RectifiedLinear(RoutedLinear):
     ) -> Tensor:
         ctx.to_input, ctx.to_weight, ctx.dtype = to_input, to_weight, weight.dtype
         y = _addmm_activation(bias, x, weight.t())
-        ctx.save_for_backward(x, weight, y)
+        # A copy, which Inductor removes: Dynamo does not notice that a module writes to y later.
+        ctx.save_for_backward(x, weight, y.clone())
         return y
 
     @staticmethod

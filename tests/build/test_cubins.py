@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -38,6 +40,20 @@ def test_a_composition_has_a_file_for_each_function() -> None:
     found = cubins("cuda.quantize_row+cuda.scaled_gemm_row", problem, H200)
     assert {cubin.entry for cubin in found} == {"quantize", "scaled_gemm"}
     assert len({cubin.path for cubin in found}) == len(found)
+
+
+def test_threads_write_files_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    write, both = Path.write_bytes, threading.Barrier(2, timeout=60)
+
+    def wait(path: Path, code: bytes) -> int:
+        count = write(path, code)
+        both.wait()
+        return count
+
+    monkeypatch.setattr(Path, "write_bytes", wait)
+    with ThreadPoolExecutor(2) as threads:
+        found = [threads.submit(cubins, "cuda.quantize_row", PROBLEM, H200) for _ in range(2)]
+    assert found[0].result() == found[1].result()
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ NumPy and a library made for tests take the routes of DLPack on a CPU; CuPy, JAX
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -197,6 +198,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[LokakernError], str]] = {
     "objects": (lambda: lokakern.quantize(X.astype(object)), FormatError, "cannot become a tensor"),
     "shapes": (lambda: lokakern.gemm(X, W.T), ShapeError, r"b must be \[16, n\]"),
     "backwards": (lambda: lokakern.gemm(X[::-1], W), FormatError, "no negative ones: pass a copy"),
+    "masked": (lambda: lokakern.gemm(numpy.ma.masked_array(X, X > 0), W), FormatError,
+               r"mask is lost: pass .filled\(0\)"),
     "three axes": (lambda: lokakern.gemm(X[None], W), ShapeError, "two dimensions"),
     "mixed": (lambda: lokakern.gemm(X, torch.ones(16, 8)), FormatError, "arrays of one library"),
     "mixed kinds": (lambda: lokakern.gemm(X, Array(torch.ones(16, 8))), FormatError,
@@ -480,6 +483,10 @@ def test_a_quantized_array_tells_what_it_is() -> None:
     assert repr(made) == "QuantizedArray(QuantizedTensor([4, 16], e4m3fn, 1x128, cpu), numpy)"
     assert made.shape == (4, 16) and made.t().shape == (16, 4)
     assert made.format.is_fp8 and made.granularity == "1x128"
+    data = copy.deepcopy(made).data
+    assert numpy.array_equal(data, made.data) and not numpy.shares_memory(data, made.data)
+    product = lokakern.scaled_gemm(copy.deepcopy(made), made.t(), out_format="float32")
+    assert numpy.array_equal(product, lokakern.scaled_gemm(made, made.t(), out_format="float32"))
     weight = lokakern.prepare_weight(X, 0.06, (1, 64))  # nothing was measured: not quantized
     assert isinstance(weight.tensor, QuantizedTensor)
     assert weight.scale is None and weight.data.dtype == X.dtype

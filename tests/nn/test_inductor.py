@@ -200,3 +200,15 @@ def test_a_product_with_a_relu_is_called_as_other_products_are() -> None:
     (code,) = codes
     assert len(re.findall(r"^ *torch\._addmm_activation\(.*out=buf\d+\)", code, re.MULTILINE)) == 2
     assert "relu" not in code.replace("_relu", "")
+
+
+def test_autotuning_chooses_a_product_with_a_relu_as_that_of_nn_linear() -> None:
+    layer = Linear(K, K, dtype=torch.bfloat16).requires_grad_(False)
+    model = nn.Sequential(layer, nn.ReLU())
+    set_handoff(model, ["", ""], ["", ""], rectified=rectified_between(model))
+    x = rows(48, K)
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(force_disable_caches=True, max_autotune_gemm=True):
+        y, (code,) = run_and_get_code(torch.compile(model, fullgraph=True, dynamic=False), x)
+    assert torch.equal(y, model(x))
+    assert "torch._addmm_activation(" not in code

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.testing._internal.two_tensor import TwoTensor
 
 from lokakern.native import NATIVE
 from lokakern.nn import rectified
@@ -85,6 +87,9 @@ def test_where_the_relu_may_be_in_the_product() -> None:
     padded = Linear(K, K).bfloat16()
     padded.padding = (8, 0)
     assert not any(rectified_between(nn.Sequential(padded, nn.ReLU())))
+    empty = nn.Linear(0, 8, dtype=torch.bfloat16)
+    empty.__class__ = Linear
+    assert not any(rectified_between(nn.Sequential(empty, nn.ReLU())))
 
 
 def test_the_route_between_two_others() -> None:
@@ -153,6 +158,97 @@ def test_both_modules_run_where_anything_is_unusual(launched: list[int]) -> None
     frozen = usual().requires_grad_(False)
     assert count(frozen) == 2  # nothing needs a gradient
     assert count(frozen, x.clone().requires_grad_()) == 0
+
+
+def test_both_modules_run_with_unusual_operands(launched: list[int]) -> None:
+    x = torch.randn(32, K).bfloat16()
+
+    @torch.no_grad()
+    def count(model: nn.Sequential, x: Tensor) -> int:
+        for _ in range(2):  # C++ runs the second call
+            y, found = run_of_profile(model, x)
+            assert torch.equal(y, plain(model)(x))
+        return found
+
+    assert count(usual(), x.view(4, 8, K).transpose(0, 1)) == 1  # the second layer's input is dense
+    assert count(usual(), x.to_sparse()) == 1
+    other = usual()
+    for layer in (other[0], other[2], other[4]):
+        layer.bias = nn.Parameter(layer.bias.float())  # which autocast casts
+    with torch.autocast("cpu", torch.bfloat16):
+        assert count(other, x) == 0
+    meta, dual = usual().to("meta"), usual()
+    with torch.no_grad(), forward_ad.dual_level():
+        for _ in range(2):
+            assert meta(x.to("meta")).shape == (32, 8)
+            tangents = [
+                forward_ad.unpack_dual(model(forward_ad.make_dual(x, x))).tangent
+                for model in (dual, plain(dual))
+            ]
+            assert torch.equal(*tangents)
+
+
+@pytest.mark.parametrize("owner, name", [
+    (nn.ReLU, "forward"), (nn.Module, "__call__"), (nn.Module, "_call_impl"),
+])  # fmt: skip
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_replaced_method_of_a_class_is_called(
+    launched: list[int], monkeypatch: pytest.MonkeyPatch, owner: type, name: str, is_compiled: bool
+) -> None:
+    model, before = usual(), getattr(owner, name)
+    x = torch.randn(32, K).bfloat16()
+    run = torch.compile(model, backend="aot_eager") if is_compiled else model
+    with torch.no_grad():
+        if not is_compiled:
+            model(x)
+        monkeypatch.setattr(owner, name, lambda self, *given: before(self, *given))
+        if is_compiled:
+            run(x)
+        assert run_of_profile(run, x)[1] == 0
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("name", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_hooks_of_a_compiled_backward_pass_run(place: int, name: str) -> None:
+    model, seen = usual(), []
+    getattr(model[place], name)(lambda *given: seen.append(given[0]))
+    x = rows(32).requires_grad_()
+    torch.compile(model, backend="aot_eager")(x).sum().backward()
+    assert seen == [model[place]]
+
+
+class Negated(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(-1)
+
+
+def test_gradients_are_of_the_relu_where_a_module_writes_to_its_output() -> None:
+    model = model_of(Linear(K, K), nn.ReLU(), Negated(), Linear(K, 8))
+    gradients = []
+    for each in (model, lambda x: model[3](-model[1](model[0](x)))):
+        x = rows(32).requires_grad_()
+        torch._dynamo.reset()
+        torch.compile(each, backend="aot_eager", fullgraph=True)(x).sum().backward()
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)
+
+
+def test_a_weight_of_another_class_is_multiplied_by_its_own_linear() -> None:
+    model = usual()
+    weight = model[0].weight.detach()
+    model[0].weight = nn.Parameter(TwoTensor(weight, weight.clone()), requires_grad=False)
+    compiled = torch.compile(model, backend="aot_eager")
+    with torch.no_grad():
+        compiled(rows(32))
+        assert run_of_profile(compiled, rows(32))[1] == 0  # its output is of that class, too
+
+
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_an_exported_model_may_be_trained(is_strict: bool) -> None:
+    model, x = usual(), rows(32)
+    exported = torch.export.export(model, (x,), strict=is_strict).module()
+    exported(x).sum().backward()
+    assert exported.get_parameter("0.weight").grad is not None
 
 
 def test_a_compiled_model_has_it_with_its_gradients() -> None:
