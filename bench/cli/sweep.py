@@ -331,8 +331,8 @@ def _checked(
     cases: list[Case], name: str, where: str | None, kernels: Sequence[str], device: Device
 ) -> list[Case]:
     """Cases that meet the condition, after a check that a kernel accepts one of them."""
-    from lokakern.did_you_mean import did_you_mean
     from lokakern.registry.register import KERNELS
+    from lokakern.render.did_you_mean import did_you_mean
     from lokakern.sweep.plan import candidates
     from lokakern.workloads.filters import parse_condition
 

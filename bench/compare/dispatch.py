@@ -24,10 +24,10 @@ from lokakern.bench.compare.race import (
     shape_of,
 )
 from lokakern.device import current_device
-from lokakern.did_you_mean import did_you_mean
 from lokakern.errors import MeasurementError, UnknownNameError
 from lokakern.problems import PADDED, baseline_name
 from lokakern.registry.register import KERNELS, Kernel, kernel_named, load_kernels
+from lokakern.render.did_you_mean import did_you_mean
 from lokakern.selection import dispatcher
 from lokakern.selection.dispatcher import Choice
 from lokakern.selection.ties import within_noise

@@ -29,10 +29,10 @@ from lokakern.bench.compare.race import (
     shape_of,
 )
 from lokakern.device import current_device
-from lokakern.did_you_mean import did_you_mean
 from lokakern.errors import UnknownNameError
 from lokakern.measure.time_problem import FLOOR_BYTES_PER_US, FLOOR_FLOPS_PER_US, FLOOR_LAUNCH_US
 from lokakern.registry.register import KERNELS, Kernel, kernels_for
+from lokakern.render.did_you_mean import did_you_mean
 from lokakern.sweep.engine import candidates
 from lokakern.types import Format, Granularity, Operand, Problem
 from lokakern.workloads.filters import Condition

@@ -57,9 +57,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lokakern.did_you_mean import did_you_mean
 from lokakern.epilogue import ACTIVATIONS, norm_form
 from lokakern.errors import ShapeError, SuiteError, UnknownNameError
+from lokakern.render.did_you_mean import did_you_mean
 from lokakern.types import Format, Granularity
 from lokakern.workloads.distributions import distribution_named
 from lokakern.workloads.gemm_cases import (

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
-from lokakern.did_you_mean import did_you_mean
 from lokakern.errors import DatabaseError, DeviceError
 from lokakern.registry.quarantine import key_array
 from lokakern.registry.schema import row_keys
@@ -38,6 +37,7 @@ from lokakern.registry.snapshot.cells import (
 from lokakern.registry.snapshot.facts import Facts, Image, Row, image_of_rows
 from lokakern.registry.sqlite_file import FACTS, STATUSES
 from lokakern.registry.staleness import is_current
+from lokakern.render.did_you_mean import did_you_mean
 from lokakern.types import Device, Environment, Problem
 
 if TYPE_CHECKING:

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import typer
 
-from lokakern import did_you_mean, types
+from lokakern import types
 from lokakern.bench.cli import host, options
 from lokakern.bench.cli.main import app
 from lokakern.registry.schema.records import HOST_REGIMES
+from lokakern.render import did_you_mean
 from lokakern.version import __version__
 
 ROOT = Path(__file__).resolve().parents[3]
