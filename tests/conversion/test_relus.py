@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,7 @@ from tests.support.conversions import H200, K, N, measured
 from tests.support.measurements import Book, time
 
 RELUS = ("relus", "relu")
+INPUT = torch.randn(M, K, generator=torch.Generator().manual_seed(0)).bfloat16()
 convert = functools.partial(lokakern.convert, distribution="X1", device=H200)
 
 
@@ -86,22 +87,27 @@ class ReluScript(Script):
         return super().on() | ({RELUS} if is_on else set())
 
 
-def tuned(gain_us: float) -> tuple[Tuning, Conversion]:
-    model = model_of()
+def predicted(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(x)  # type: ignore[no-any-return]
+
+
+def tuned(
+    cost: Callable[[On], float], made: Callable[[], nn.Module] = model_of
+) -> tuple[Tuning, Conversion, nn.Module]:
+    model = made()
     handle = convert(model, 0.06)
-    x = torch.randn(M, 32).bfloat16()
+    step = functools.partial(predicted, model, INPUT[:, : next(model.parameters()).shape[1]])
+    return tune(handle, step, make_timer=ReluScript(handle, cost)), handle, model
 
-    def step() -> None:
-        with torch.no_grad():
-            model(x)
 
+def cost_of(gain_us: float) -> Callable[[On], float]:
     gains = {"relu": gain_us, "output": 5.0, "grad_input": 1.0, "grad_weight": 1.0}
-    script = ReluScript(handle, lambda on: 100.0 - sum(gains[gemm] for _, gemm in on))
-    return tune(handle, step, make_timer=script), handle
+    return lambda on: 100.0 - sum(gains[gemm] for _, gemm in on)
 
 
 def test_tuning_keeps_relus_that_gain(known: Book, tmp_path: Path) -> None:
-    found, handle = tuned(2.0)
+    found, handle, _ = tuned(cost_of(2.0))
     outcomes = {t.group.gemm: t for t in found.groups}
     assert list(outcomes)[-1] == "relu" and outcomes["relu"].is_kept
     assert outcomes["relu"].group.sites == ("4",) and outcomes["relu"].group.kernels == (KERNEL,)
@@ -112,7 +118,7 @@ def test_tuning_keeps_relus_that_gain(known: Book, tmp_path: Path) -> None:
 
 
 def test_tuning_drops_relus_that_lose(known: Book, tmp_path: Path) -> None:
-    found, handle = tuned(-2.0)
+    found, handle, _ = tuned(cost_of(-2.0))
     outcomes = {t.group.gemm: t for t in found.groups}
     assert outcomes["output"].is_kept and not outcomes["relu"].is_kept
     assert not handle.has_relus and not handle.rectified
@@ -124,15 +130,17 @@ def test_tuning_drops_relus_that_lose(known: Book, tmp_path: Path) -> None:
 
 
 def test_a_model_that_does_not_gain_is_that_of_nn_linear(known: Book) -> None:
-    model = model_of()
-    handle = convert(model, 0.06)
-    x = torch.randn(M, 32).bfloat16()
-
-    def step() -> None:
-        with torch.no_grad():
-            model(x)
-
-    found = tune(handle, step, make_timer=ReluScript(handle, lambda on: 100.0 + len(on)))
+    found, handle, model = tuned(lambda on: 100.0 + len(on))
     assert found.after is None and not handle.rectified
-    with torch.no_grad():
-        assert torch.equal(model(x), model_of()(x))
+    assert torch.equal(predicted(model, INPUT[:, :32]), predicted(model_of(), INPUT[:, :32]))
+
+
+def test_no_relu_appears_where_quantized_products_were_dropped(known: Book) -> None:
+    """There was no group of relus, because the only layer before one quantizes at these rows."""
+
+    def quantized() -> nn.Module:
+        return nn.Sequential(nn.Linear(K, N), nn.ReLU(), nn.Linear(N, 1)).bfloat16()
+
+    found, handle, _ = tuned(lambda on: 100.0 + len(on), quantized)
+    assert [t.group.gemm for t in found.groups] == ["output"]
+    assert found.after is None and not handle.rectified
