@@ -31,7 +31,7 @@ from lokakern.functional.traced import (
 )
 from lokakern.native import plain_op, recorded_op, replayed
 from lokakern.problems import format_named
-from lokakern.quantized_tensor import ROW_BYTES
+from lokakern.quantized_tensor import pitch_of
 from lokakern.registry.register import fp8_format
 from lokakern.selection.arguments import device_of
 from lokakern.selection.kernel_policy import Chooser, fastest_within
@@ -159,7 +159,7 @@ def scaled_gemm_by(
     )  # fmt: skip
     strided = check_out("scaled_gemm", out, (m, n), form.dtype)
     if form.is_fp8 and out is not None:  # rows of an FP8 output are padded
-        strided = m > 1 and out.stride(0) != -(-n // ROW_BYTES) * ROW_BYTES
+        strided = m > 1 and out.stride(0) != pitch_of(n)
     check_bias("scaled_gemm", bias, n, torch.bfloat16 if form.is_fp8 else form.dtype)
     scale = None if out_scale is None else checked_scale("scaled_gemm", out_scale, first.device)
     epilogue = PLAIN

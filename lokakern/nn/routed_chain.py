@@ -27,7 +27,7 @@ from lokakern.nn.chain_plan import ChainLayer, read_plan, steps_at
 from lokakern.nn.routed_matmul import OPS, equal_scales, fp8_on, row_major
 from lokakern.norm import Norm, largest
 from lokakern.numerics import SMALLEST_SCALE
-from lokakern.quantized_tensor import ROW_BYTES
+from lokakern.quantized_tensor import pitch_of
 from lokakern.registry.register import Kernel, fp8_format
 from lokakern.types import Granularity, NormEpilogue, QuantizedTensor
 
@@ -247,7 +247,7 @@ def _quantized_weight(
     n, k, scales = layer.n, layer.k, layer.weight
     data, scale = tensors.data, tensors.scale
     assert data is not None and scale is not None
-    pitch = -(-k // ROW_BYTES) * ROW_BYTES
+    pitch = data.stride(0) if data.dim() == 2 else pitch_of(k)
     data = data.view(fp8).as_strided((n, k), (pitch, 1))
     shape = scales.scale_shape(n, k)
     scale = scale.view(scales.scale_dtype).as_strided(shape, scales._scale_stride(*shape))

@@ -29,7 +29,7 @@ from lokakern.epilogue import NormEpilogue
 from lokakern.errors import UnsupportedError
 from lokakern.functional.quantize import dequantize, quantize
 from lokakern.native import recorded_op
-from lokakern.quantized_tensor import ROW_BYTES
+from lokakern.quantized_tensor import pitch_of
 from lokakern.registry.register import KERNELS, Kernel, fp8_format, kernel_named, load_kernels
 from lokakern.types import GROUP, Granularity, QuantizedTensor, empty_data
 
@@ -257,7 +257,8 @@ def form_of_left(route: str, m: int, k: int) -> str:
     load_kernels()
     kernel = kernel_named(name)
     whole = {Granularity.ROW: 1, Granularity.GROUP: GROUP}.get(kernel.granularity, 0)
-    fits = bool(m and kernel.parts and whole) and m % 4 == k % ROW_BYTES == k % max(whole, 1) == 0
+    fits = bool(m and kernel.parts and whole) and m % 4 == k % max(whole, 1) == 0
+    fits = fits and pitch_of(k) == k  # a compiler leaves no gaps between rows
     return kernel.granularity.value if fits else ""
 
 
@@ -352,7 +353,7 @@ def _multiply(
     if data is None and b is not None and (left is not None or b.dtype is torch.float32):
         data, scale = _quantize_weight(b.t(), loaded.form.value)
     if data is not None:
-        if data.stride(1) == 1 and data.stride(0) % ROW_BYTES == 0:
+        if data.stride(1) == 1 and data.stride(0) == pitch_of(data.shape[1]):
             right = QuantizedTensor(data, scale, loaded.form, True)
         else:  # gathered, or transposed with a tensorwise scale
             assert scale is not None
@@ -512,8 +513,7 @@ def _quantize_weight(weight: Tensor, scales: str) -> tuple[Tensor, Tensor]:
 def _quantize_weight_fake(weight: Tensor, scales: str) -> tuple[Tensor, Tensor]:
     rows, columns = weight.shape
     fp8 = _fp8_of(weight)
-    pitch = -(-columns // 16) * 16
-    data = torch.empty((rows, pitch), dtype=fp8, device=weight.device)[:, :columns]
+    data = empty_data(rows, columns, fp8, weight.device)
     return data, Granularity(scales).empty_scale(rows, columns, weight.device)
 
 

@@ -46,7 +46,7 @@ from lokakern.nn.linear_norm_act import LinearNormAct
 from lokakern.nn.rectified import ALWAYS, multiply_rectified, traced_way
 from lokakern.nn.routed_matmul import PLAIN, kernel_at, reads_rows
 from lokakern.norm import norm_named, static_scale
-from lokakern.quantized_tensor import ROW_BYTES
+from lokakern.quantized_tensor import pitch_of
 from lokakern.registry.register import fp8_format
 from lokakern.types import Device, ErrorBudget, Granularity
 
@@ -533,7 +533,8 @@ def activations_between(
 def _reads(module: nn.Module) -> bool:
     if not isinstance(module, Linear) or type(module) not in (Linear, LinearNormAct):
         return False
-    is_whole = module.padding == (0, 0) and module.in_features % ROW_BYTES == 0
+    columns = module.in_features
+    is_whole = module.padding == (0, 0) and pitch_of(columns) == columns
     return is_whole and module._routes[0] != PLAIN
 
 

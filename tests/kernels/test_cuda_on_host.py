@@ -19,6 +19,7 @@ from lokakern.kernels.cuda import (
     quantize_together,
 )
 from lokakern.measure.tiled_compare import compare_bytes, compare_sums
+from lokakern.quantized_tensor import pitch_of
 from lokakern.registry.register import KERNELS
 from lokakern.sums import error_bound
 from lokakern.types import GROUP, Format, Granularity, QuantizedTensor
@@ -60,8 +61,8 @@ def hostile(rows: int, columns: int, source: torch.dtype) -> Tensor:
 
 
 def padded(rows: int, columns: int, form: Format) -> Tensor:
-    """Data as lokakern allocates them: rows start every 16 bytes."""
-    pitch = -(-columns // 16) * 16
+    """Data as lokakern allocates them, with bytes between rows that nobody may write."""
+    pitch = pitch_of(columns)
     whole = torch.full((rows, pitch), 0xA5, dtype=torch.uint8)
     return whole.view(form.dtype)[:, :columns]
 

@@ -19,6 +19,7 @@ from lokakern import numerics
 from lokakern.device import current_device
 from lokakern.errors import UnsupportedError
 from lokakern.functional.run import run
+from lokakern.quantized_tensor import pitch_of
 from lokakern.registry import ops
 from lokakern.registry.register import (
     KERNELS,
@@ -114,7 +115,7 @@ class Draw:
     def in_nan(self, x: Tensor, form: Format) -> Tensor:
         """A copy with NaN between its rows, which no kernel may read."""
         rows, columns = x.shape
-        whole = torch.full((rows, -(-columns // 16) * 16), form.nan_byte, dtype=torch.uint8)
+        whole = torch.full((rows, pitch_of(columns)), form.nan_byte, dtype=torch.uint8)
         data = whole.to(x.device)[:, :columns]
         data.copy_(x.contiguous().view(torch.uint8))
         return data.view(form.dtype)

@@ -32,6 +32,7 @@ from lokakern.measure.norm_operands import operands_of
 from lokakern.measure.time_problem import contender_of
 from lokakern.norm import norm_named
 from lokakern.problems import make_problem
+from lokakern.quantized_tensor import pitch_of
 from lokakern.registry import ops
 from lokakern.registry.register import KERNELS, load_kernels
 from lokakern.types import (
@@ -189,7 +190,7 @@ def test_quantize_is_bitwise_equal_to_the_emulation(
         x = torch.full((rows, stride), math.nan).to(form.dtype)
         x[:, :columns] = hostile(rows, columns, form.dtype)
         exact = numerics.quantize(x[:, :columns], FORMATS[gpu], granularity)
-        groups, pitch = -(-columns // group) if group else 1, -(-columns // 16) * 16
+        groups, pitch = -(-columns // group) if group else 1, pitch_of(columns)
         data = torch.full((rows, pitch), 0xA5, dtype=torch.uint8)
         by_row = granularity is Granularity.MX  # else the rows of a group lie side by side
         shape = (rows, groups) if by_row else (groups, rows)
@@ -224,7 +225,7 @@ def test_dequantize_rounds_once(gpu: str, width: int, form: Format, tmp_path: Pa
             ):  # halfway between two of bfloat16, and NaN that rounding would carry away
                 x.scale[1:4] = 1 + 2.0**-8
                 x.scale.view(torch.int32)[rows // 2] = 0x7FFFFFFF
-            pitch = x.data.stride(0) if rows > 1 else -(-columns // 16) * 16
+            pitch = x.data.stride(0) if rows > 1 else pitch_of(columns)
             data = torch.full((rows, pitch), x.format.nan_byte, dtype=torch.uint8)
             data[:, :columns] = x.data.view(torch.uint8)
             scale = x.scale.t().contiguous()
@@ -257,7 +258,7 @@ SCALES = {
 def in_nan(q: QuantizedTensor, *, holds_nan: bool = False) -> QuantizedTensor:
     """A copy with NaN between its rows, which no kernel may count, and maybe one that counts."""
     rows, columns = q.data.shape
-    whole = torch.full((rows, -(-columns // 16) * 16), q.format.nan_byte, dtype=torch.uint8)
+    whole = torch.full((rows, pitch_of(columns)), q.format.nan_byte, dtype=torch.uint8)
     whole[:, :columns] = q.data.view(torch.uint8)
     if holds_nan:
         whole[rows // 2, columns // 3] = q.format.nan_byte
@@ -297,7 +298,7 @@ def multiplied(
     a_scale = left.scale.contiguous() if by_row else left.scale.t().contiguous()
     out = torch.full((m, n + 3), 7.0, dtype=torch.bfloat16)
     buffers = [whole_rows(left), a_scale, whole_rows(right), right.scale.contiguous(), out]
-    groups, pitch = right.scale.shape[1], -(-k // 16) * 16
+    groups, pitch = right.scale.shape[1], pitch_of(k)
     strides = {Granularity.ROW: [0, 0], Granularity.GROUP: [m, groups],
                Granularity.MX: [groups, groups]}[left.granularity]  # fmt: skip
     found = launch(
@@ -311,7 +312,7 @@ def multiplied(
 def whole_rows(q: QuantizedTensor) -> Tensor:
     """Data of `in_nan`, with what lies between rows."""
     rows, columns = q.data.shape
-    pitch = -(-columns // 16) * 16
+    pitch = pitch_of(columns)
     return q.data.as_strided((rows, pitch), (pitch, 1)).contiguous()
 
 
@@ -497,7 +498,7 @@ def normalized(
     """Output ``[m, n]`` of a program with a norm, for rows of both operands."""
     (m, k), n, form = left.shape, right.shape[0], left.format
     assert left.scale is not None and right.scale is not None
-    pitch, out_pitch = -(-k // 16) * 16, -(-n // 16) * 16
+    pitch, out_pitch = pitch_of(k), pitch_of(n)
     if output is Granularity.NONE:
         out_pitch, out = n + 3, torch.full((m, n + 3), 7.0, dtype=torch.bfloat16)
     else:

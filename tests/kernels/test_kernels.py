@@ -23,6 +23,7 @@ from lokakern.functional.quantize import quantize
 from lokakern.functional.run import run
 from lokakern.measure.tiled_compare import compare_bytes, compare_sums
 from lokakern.problems import make_problem
+from lokakern.quantized_tensor import pitch_of
 from lokakern.registry import ops
 from lokakern.registry.register import (
     KERNELS,
@@ -79,7 +80,7 @@ def launch_scaled_gemm(
 ) -> str | None:
     """Launch if the kernel takes the operands; returns its reason if it does not."""
     form = Format.of(out.dtype)
-    pitch = -(-out.shape[1] // 16) * 16 if form.is_fp8 else out.shape[1]
+    pitch = pitch_of(out.shape[1]) if form.is_fp8 else out.shape[1]
     problem = Problem(
         op="scaled_gemm", m=-(-out.shape[0] // epilogue.groups), n=out.shape[1],
         k=left.data.shape[1], batch=epilogue.groups,
@@ -102,7 +103,7 @@ def padded(
     rows: int, columns: int, dtype: torch.dtype, where: str, filling: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """FP8 data with padded rows, and all its bytes, padding included, each the filling."""
-    whole = torch.full((rows, -(-columns // 16) * 16), filling, dtype=torch.uint8, device=where)
+    whole = torch.full((rows, pitch_of(columns)), filling, dtype=torch.uint8, device=where)
     return whole.view(dtype)[:, :columns], whole
 
 
@@ -592,7 +593,7 @@ def quantized_wrong(kernel: Kernel, x: torch.Tensor, form: Format, padded: bool)
     exact = numerics.quantize(
         x, form, kernel.granularity, power_of_two_scale=epilogue == "power_of_two"
     )
-    pitch = -(-columns // 16) * 16 if padded else columns
+    pitch = pitch_of(columns) if padded else columns
     whole = torch.full((rows, pitch), 0xA5, dtype=torch.uint8, device=where)
     data = whole.view(form.dtype)[:, :columns]
     scale = kernel.granularity.empty_scale(rows, columns, x.device).fill_(math.nan)
