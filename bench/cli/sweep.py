@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 MOST_SHOWN = 200  # problems; printing 10970 times at 2065 problems takes 20 s
 DEFAULT_SUITE = "smoke"
+PLACES = ("--db", "--out", "--tuned")  # options that name files of this machine
 
 
 class Grade(StrEnum):
@@ -48,9 +49,9 @@ def _command_again(arguments: list[str]) -> str:
     words = ["python", "-m", "lokakern.bench"]
     skip = False
     for word in arguments:
-        if not skip and word != "--db" and not word.startswith("--db="):
+        if not skip and word.partition("=")[0] not in PLACES:
             words.append(Path(word).name if word.endswith(".toml") else word)
-        skip = word == "--db"
+        skip = word in PLACES
     return " ".join(words)
 
 
