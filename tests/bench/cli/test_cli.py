@@ -268,6 +268,35 @@ def test_fresh_measures_again(command: Command, tmp_path: Path) -> None:
     assert count(path, "accuracy") == 0
 
 
+def test_sizes_that_others_tuned_are_swept_first(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = tmp_path / "tuned.csv"
+    table.write_text("cu_num,M,N,K,us\n304,64,48,32,20.5\n")
+    swept: list[tuple[int, ...]] = []
+    real = engine.sweep
+
+    def sweep(cases: Any, **options: Any) -> Any:
+        swept.extend(case.problem.shape for case in cases)
+        assert str(tmp_path) not in options["command"], "rows hold no paths"
+        return real(cases, **options)
+
+    monkeypatch.setattr(engine, "sweep", sweep)
+    words = ("sweep", "--shape", "64,32,32", "--shape", "64,48,32", "--kernel", "torch.bf16",
+             "--errors", "none", "--db", str(tmp_path / "new.sqlite"))  # fmt: skip
+    assert command(*words).code == 0
+    plain, swept[:] = list(swept), []
+    words = (*words, "--tuned", str(table))
+    monkeypatch.setattr("sys.argv", ["lokakern", *words])
+    ran = command(*words)
+    assert ran.code == 0 and "and 7 for other GPUs: they come first" in ran.err
+    assert sorted(swept) == sorted(plain)
+    assert plain[0] == (64, 32, 32) and set(swept[:7]) == {(64, 48, 32)}
+    table.unlink()
+    refused = command(*words)
+    assert refused.code == 2 and "cannot be read" in refused.err
+
+
 def test_a_time_limit_ends_a_sweep_and_the_next_one_goes_on(
     command: Command, tmp_path: Path
 ) -> None:
