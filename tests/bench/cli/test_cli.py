@@ -462,6 +462,58 @@ def test_explain_as_json(command: Command, measured: str) -> None:
     assert "row_err" in strict["rejected"]["torch.quantize_row+torch.emulated_row"]
 
 
+def test_explain_names_the_formats_that_a_gpu_nobody_measured_would_admit(command: Command) -> None:
+    words = ("explain", "--shape", "4096,1024,1024", "--device", "b200")
+    ran = command(*words)
+    assert (ran.code, ran.err) == (0, "")
+    assert "formats that NVIDIA B200 has, within row_err 0.06" in ran.out
+    assert "Emulated errors, no times" in ran.out
+    assert "Within row_err 0.06 for no product: nvfp4, mxfp4" in ran.out
+    facts = command(*words, "--json").json
+    assert (facts["device"], facts["emulated"]) == ("NVIDIA B200", True)
+    (layer,) = facts["layers"]
+    formats = layer["formats"]
+    assert {name for name, found in formats.items() if found["within"]} == {
+        "mxfp8", "fp8-row", "int8", "int8-weight",
+    }  # fmt: skip
+    assert formats["nvfp4"]["why"].startswith("row_err 0.")
+    assert formats["nvfp4"]["errors"]["row_err"] > 0.06
+    assert facts["total"]["int8"] == {"within": 1, "flops_share": 1.0}
+    loose = command(*words, "--json", "--budget", "0.17", "--distribution", "X1").json
+    assert loose["layers"][0]["formats"]["mxfp4"] | {"errors": 0} == {
+        "within": True, "why": "", "worst_on": "X1", "errors": 0,
+    }  # fmt: skip
+
+
+def test_explain_formats_of_many_products(command: Command, tmp_path: Path) -> None:
+    shapes = tmp_path / "shapes.csv"
+    shapes.write_text("m,n,k,count,layer\n4096,512,512,3,up\n4096,512,8192,,down\n")
+    words = ("explain", "--shapes", str(shapes), "--device", "A100", "--budget", "0.015",
+             "--distribution", "X1")  # fmt: skip
+    ran = command(*words, "--format", "csv")
+    head, *lines = ran.out.splitlines()
+    assert head == 'layer,"m,n,k",within the budget,int8,int8-weight,int4-weight'
+    assert [line.split(",")[0] for line in lines] == ["up", "down"]
+    facts = command(*words, "--json", "--budget", "0.0125").json
+    assert [[n for n, f in layer["formats"].items() if f["within"]] for layer in facts["layers"]] \
+        == [["int8", "int8-weight"], ["int8-weight"]]  # fmt: skip
+    assert facts["total"]["int8"] == {"within": 1, "flops_share": 3 / 19}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("--training", "--shapes", "x.csv"), ("--regime", "eager"), ("--prepared", "row"),
+     ("--epilogue", "bias"), ("gemm_norm",)],
+    ids=str,
+)  # fmt: skip
+def test_explain_knows_only_errors_of_plain_products_there(
+    command: Command, words: tuple[str, ...]
+) -> None:
+    ran = command("explain", *words, "--device", "MI355X")
+    assert ran.code == 2
+    assert "nothing was measured on AMD Instinct MI355X" in " ".join(ran.err.split())
+
+
 @pytest.mark.parametrize("op", ["quantize", "dequantize", "scaled_gemm"])
 def test_explain_every_op(command: Command, measured: str, op: str) -> None:
     shape = "64,32,32" if op == "scaled_gemm" else "64,32"
