@@ -33,6 +33,7 @@ EXAMPLES = {
     "export": ("export h200.sqlite --device 'NVIDIA H200'",),
     "import": ("import h200.sqlite", "import https://example.org/h200.sqlite --sha256 HEX"),
     "verify": ("verify", "verify --count 48 --time-limit 300"),
+    "contribute": ("contribute", "contribute --suite anchors --time-limit 600"),
     "merge": ("merge a.sqlite b.sqlite --out both.sqlite",),
     "diff": (
         "diff before.sqlite after.sqlite",

@@ -11,11 +11,12 @@ import typer
 
 from lokakern.bench.cli import options
 from lokakern.bench.cli.options import OutputFormat, reading, say, says_errors
-from lokakern.errors import UnknownNameError
+from lokakern.errors import DeviceError, UnknownNameError
 
 if TYPE_CHECKING:
     from lokakern.bench.fp8_gain.gain import Row, Worth
     from lokakern.bench.fp8_gain.products import Product
+    from lokakern.bench.fp8_gain.what_if import WhatIf
     from lokakern.selection.choice import Choice
     from lokakern.types import Device
 
@@ -89,12 +90,19 @@ def explain(
     each, its gain over bf16 by times measured on the device, which need not be present, and the
     total. Products that were never measured are predicted if a model covers them (`fit`), marked
     and summed apart with an interval; others are listed and excluded from the totals.
+
+    Of a GPU type that nobody has measured (A100, L40S, B200, B300, MI355X) show the formats whose
+    emulated errors are within the budget, such as nvfp4, mxfp8 or int8. No times are known there.
     """
     from lokakern.bench.fp8_gain.gain import worth
+    from lokakern.bench.fp8_gain.products import Product
+    from lokakern.bench.fp8_gain.what_if import what_if
     from lokakern.probe.statistics import GEMMS
     from lokakern.render.terminal import TerminalProgress
     from lokakern.selection import dispatcher
+    from lokakern.selection.arguments import problem_of
     from lokakern.types import ErrorBudget
+    from lokakern.what_if.devices import device_named
 
     if op[:1].isdigit():  # sizes alone are those of the default
         op, sizes = "gemm", [op, *(sizes or [])]
@@ -124,7 +132,28 @@ def explain(
     asked_for = options.shape_of(shape or ",".join(sizes or ["32768,512,512"]))
     timing = regime.value if regime else None
     with reading(db):
-        target = dispatcher.device_named(device)
+        try:
+            target = dispatcher.device_named(device)
+        except DeviceError:
+            absent = device_named(device or "")
+            if absent is None:
+                raise
+            wrong = {"OP": op != "gemm", "--training": training, "--missing": missing,
+                     "--regime": regime, "--prepared": prepared, "--epilogue": epilogue,
+                     "--scale": scale, "--out-scale": out_scale}  # fmt: skip
+            for name, value in wrong.items():
+                if value:
+                    raise typer.BadParameter(
+                        f"nothing was measured on {absent}, of which only errors of plain products "
+                        "are known", param_hint=name) from None  # fmt: skip
+            if given:
+                asked, (_, *notes) = _products(shapes, model, probe, rows, GEMMS[:1])
+            else:
+                one = problem_of(op, asked_for, {})
+                asked, notes = [Product("product", one.m, one.n, one.k)], []
+            judged = dispatcher.distribution_names(distribution)
+            _print_what_if(what_if(asked, absent, ErrorBudget.of(budget), judged), notes, how)
+            return
         if not given:
             fields = _fields(op, target, prepared, bias, epilogue, scale, out_scale)
             choice = dispatcher.dispatch(op, asked_for, budget, distribution=distribution,
@@ -232,6 +261,26 @@ def _print_worth(found: Worth, notes: list[str], what: str, how: OutputFormat) -
         if len(places) > options.MOST_ROWS:
             left = len(places) - options.MOST_ROWS
             say(f"and {left} smaller ones: --format csv or json prints all")
+
+
+def _print_what_if(found: WhatIf, notes: list[str], how: OutputFormat) -> None:
+    from lokakern.render.terminal import print_rows
+
+    if how is OutputFormat.JSON:
+        facts = {"device": found.device.product, "budget": found.budget.limits, "emulated": True,
+                 "layers": found.facts(), "total": found.total(), "notes": notes}  # fmt: skip
+        print(json.dumps(facts, indent=2, allow_nan=False))
+        return
+    cells = found.cells()
+    if how is OutputFormat.CSV:
+        print_rows(cells, "csv")
+        say(found.words())
+        return
+    title = f"row_err of formats that {found.device} has, within {found.budget}"
+    note = "\n".join(["", found.words(), *notes])
+    print_rows(cells[: options.MOST_ROWS], "table", title=title, note=note)
+    if len(cells) > options.MOST_ROWS:
+        say(f"and {len(cells) - options.MOST_ROWS} more: --format csv or json prints all")
 
 
 def _products(

@@ -13,6 +13,7 @@ import typer
 from lokakern.bench.cli import options
 from lokakern.bench.cli.chain import chain
 from lokakern.bench.cli.compare import compare
+from lokakern.bench.cli.contribute import contribute
 from lokakern.bench.cli.examples import examples_of
 from lokakern.bench.cli.exchange import diff, export, import_, merge
 from lokakern.bench.cli.explain import explain
@@ -112,7 +113,7 @@ for name, command in {
     "sweep": sweep, "fit": fit, "host": host, "explain": explain, "chain": chain, "model": model,
     "tune": tune,
     "compare": compare, "report": report, "export": export, "import": import_, "verify": verify,
-    "merge": merge, "diff": diff, "explore": explore, "list": list_,
+    "contribute": contribute, "merge": merge, "diff": diff, "explore": explore, "list": list_,
     "new-kernel": new_kernel,
 }.items():  # fmt: skip
     app.command(name, epilog=examples_of(name))(command)

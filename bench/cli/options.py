@@ -49,7 +49,7 @@ EXIT_CODES = (
     "Exit codes: 0 done, 1 failed, 2 wrong usage, which includes names that nothing has; done, but "
     "3 not all before --time-limit (run again to resume), 4 slower than --fail-under allows (or "
     "beyond noise with --held-out), 5 some kernels or cells failed, 6 slower or less accurate "
-    "(diff) or a file rejected (verify); 130 interrupted."
+    "(diff) or a file rejected (verify, contribute); 130 interrupted."
 )
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 MOST_SHOWN = 200  # problems; printing 10970 times at 2065 problems takes 20 s
 DEFAULT_SUITE = "smoke"
+PLACES = ("--db", "--out", "--tuned")  # options that name files of this machine
 
 
 class Grade(StrEnum):
@@ -48,9 +49,9 @@ def _command_again(arguments: list[str]) -> str:
     words = ["python", "-m", "lokakern.bench"]
     skip = False
     for word in arguments:
-        if not skip and word != "--db" and not word.startswith("--db="):
+        if not skip and word.partition("=")[0] not in PLACES:
             words.append(Path(word).name if word.endswith(".toml") else word)
-        skip = word == "--db"
+        skip = word in PLACES
     return " ".join(words)
 
 
@@ -96,6 +97,13 @@ def sweep(
         bool,
         typer.Option("--fit", help="Then fit the model that predicts unmeasured sizes (see fit)."),
     ] = False,
+    tuned: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Table of kernels that others tuned: CSV of AITER, JSON of vLLM or of kernels of "
+            "Hugging Face. Problems of its sizes come first; nothing else of it counts. Repeatable."
+        ),
+    ] = None,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Repeat measurements that the database contains.")
     ] = False,
@@ -190,6 +198,8 @@ def sweep(
             cases, name = _cases_of_suite(suite or DEFAULT_SUITE, device)
         if cases or not only_stale:  # an empty database is not a usage error
             cases = _checked(cases, name, where, kernel or (), device)
+        if tuned:
+            cases = _tuned_first(cases, tuned, device)
         if for_model:
             cases = _most_doubtful(cases, read(), regime, device, ranks)
             if not cases and fitted is None:
@@ -268,6 +278,17 @@ def _asked_for(
             raise MeasurementError(f"{found} cannot be measured: {reason}")
         cases.append(Case(found, "X1"))
     return list(dict.fromkeys(cases))
+
+
+def _tuned_first(cases: Sequence[Case], tables: Sequence[Path], device: Device) -> list[Case]:
+    from lokakern.bench.exchange.tuned_tables import rank_of, read_tuned
+
+    products = [product for path in tables for product in read_tuned(path.expanduser())]
+    ranks = rank_of(cases, products, device)
+    here, elsewhere = (sum(rank in some for rank in ranks) for some in ((0, 1), (2,)))
+    say(f"{here} of {len(cases)} problems have sizes that others tuned for on {device}, and "
+        f"{elsewhere} for other GPUs: they come first")  # fmt: skip
+    return [case for _, case in sorted(zip(ranks, cases, strict=True), key=lambda pair: pair[0])]
 
 
 def _most_doubtful(

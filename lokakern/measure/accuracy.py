@@ -268,7 +268,7 @@ class _Group:
         x, w = self.x(source), self.w(source, n)
         given: tuple[Any, Any] = x, w.t()
         reference = self._once(("plain", source, n), lambda: case_of(*given))
-        if kernel.granularity is Granularity.NONE:
+        if kernel.granularity is Granularity.NONE and kernel.quantized_as is None:
             return _Product(given, reference, reference)
         forms = (fp8_format(self.device),) * 2
         if problem.a.format.is_fp8:
@@ -276,7 +276,7 @@ class _Group:
         key: Any = (source, *forms, kernel.granularity, kernel.b_granularity, n)
         if kernel.quantized_as is not None:
             left, right = kernel.quantized_as("x", x), kernel.quantized_as("w", w)
-            key = (source, kernel.quantized_as)
+            key = (source, kernel.quantized_as, n)
         else:
             left = self.quantized("x", source, forms[0], kernel.granularity)
             right = self.quantized("w", source, forms[1], kernel.b_granularity, n)

@@ -35,10 +35,16 @@ class Replayed:
     rows: int  # different ones; of a weight's gradient, pairs of them
     reason: str = ""  # why there is no error
     accumulation: str = "promoted"
+    format: str = ""  # of `lokakern.what_if.formats`; "" of a kernel that is registered
 
     @property
     def way(self) -> str:
-        return way_of(self.granularity, self.b_granularity, self.accumulation)
+        return self.format or way_of(self.granularity, self.b_granularity, self.accumulation)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is quantized."""
+        return not self.format and self.granularity is Granularity.NONE
 
     @property
     def is_everywhere(self) -> bool:

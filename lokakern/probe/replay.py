@@ -44,6 +44,8 @@ from lokakern.sweep.engine import sweep
 from lokakern.sweep.plan import harness_digest
 from lokakern.torchrun import cores_of_rank
 from lokakern.types import GROUP, Device, Problem
+from lokakern.what_if.errors import EMULATED, kernel_of
+from lokakern.what_if.formats import WhatIf
 from lokakern.workloads.distributions import LearnedDistribution, learned
 from lokakern.workloads.gemm_cases import Case
 
@@ -185,19 +187,24 @@ class LearnedSite:
 
 
 def replay(
-    site: LearnedSite, *, seeds: Sequence[int] = SEEDS, database: str | Path | None = None
+    site: LearnedSite,
+    *,
+    seeds: Sequence[int] = SEEDS,
+    database: str | Path | None = None,
+    formats: Sequence[WhatIf] = (),
 ) -> list[Replayed]:
     """Measure every candidate here on the rows that were sampled of a site, and its weight.
 
-    Candidates are the kernels registered for the device here; with no GPU they emulate. The output
-    is measured before and after the site's norm, and after a BlockNorm in its place.
+    Candidates are the kernels registered for the device here; with no GPU they emulate. So are
+    formats that no kernel has, whose errors are no rows of a database. The output is measured
+    before and after the site's norm, and after a BlockNorm in its place.
 
     The first seed of the samples of a weight's gradient gives its error, the others its limit; rows
     of other GEMMs err one by one. Rows of a database are of distributions ``site:<name>/<gemm>``,
     whose parameters are the digest of the statistics.
     """
     device = current_device()
-    asked = _cells_of(site, device, seeds)
+    asked = _cells_of(site, device, seeds, formats)
     cells = [cell for *_, cell in asked]
     records: dict[int, AccuracyRecord] = {}
 
@@ -215,6 +222,8 @@ def replay(
         ) as run:
             for place, record in records.items():
                 cell, parameters = cells[place], {"statistics": site.digest}
+                if cell.kernel.language == EMULATED:
+                    continue
                 row = DistributionRow.of(cell.distribution, parameters, realistic=False)
                 where = device.architecture, current_environment()
                 run.add_accuracy(cell.kernel, cell.problem, row, *where, record)
@@ -228,6 +237,7 @@ def replay(
                 gemm, norm, kernel.name, kernel.granularity, kernel.b_granularity, *errors,
                 rows=site.rows_of(gemm), reason=f"{bad.status}: {bad.reason}" if bad else "",
                 accumulation=kernel.accumulation,
+                format=kernel.name.partition(".")[2] if kernel.language == EMULATED else "",
             )
         )  # fmt: skip
     return found
@@ -261,7 +271,7 @@ def time_sites(sites: Mapping[str, SiteStatistics], database: str | Path) -> Non
 
 
 def _cells_of(
-    site: LearnedSite, device: Device, seeds: Sequence[int]
+    site: LearnedSite, device: Device, seeds: Sequence[int], formats: Sequence[WhatIf] = ()
 ) -> list[tuple[str, str, Kernel, Cell]]:
     """GEMMs of a site, norms after them, kernels and the cells to measure, one for each seed."""
     load_kernels()
@@ -271,7 +281,11 @@ def _cells_of(
             problem = problem_of(site.statistics, gemm, norm)
             drawn = seeds if gemm == "grad_weight" else seeds[:1]
             # One kernel at a time: none stands in for another that may be wrong here.
-            for kernel in kernels_for(problem.op, device):
+            for kernel in kernels_for(problem.op, device) + [
+                kernel_of(form, problem.op)
+                for form in formats
+                if not form.way and not (form.weight_only and gemm != "output")
+            ]:
                 names = [site.distribution_name(gemm)]
                 cells = cells_for([(kernel, problem)], device, names, drawn)
                 found += [(gemm, norm, kernel, cell) for cell in cells]

@@ -13,12 +13,14 @@ from typing import Any
 import msgspec
 
 from lokakern.device import current_device
-from lokakern.errors import UnknownNameError, UnsupportedError
+from lokakern.errors import DeviceError, UnknownNameError, UnsupportedError
 from lokakern.probe.fingerprint import Fingerprint, fingerprint_of, moved, nearest, outside
 from lokakern.probe.statistics import SiteStatistics
 from lokakern.probe.verdicts import BUDGET, SPEEDS, Verdict, verdicts_of
 from lokakern.selection import dispatcher
 from lokakern.types import Device, ErrorBudget
+from lokakern.what_if.devices import device_named, formats_of
+from lokakern.what_if.formats import WhatIf
 
 VERSION = 1
 MOST_NAMED = 3  # outlying GEMMs whose reasons stand in the name of a distribution
@@ -135,7 +137,8 @@ class ProbeReport:
             sites: Their statistics, by name.
             budget: The largest error that is safe, see `lokakern.probe.verdicts`.
             device: Whose times count, such as "NVIDIA H200" of a shipped file; None: of the GPU
-                here, of nobody where there is none.
+                here, of nobody where there is none. One that nobody has measured, such as "NVIDIA
+                B200", has no times: see `lokakern.what_if.devices`.
             seeds: Of the samples of a weight's gradient, see `lokakern.probe.replay.replay`.
             database: Where the errors go as rows; None: nowhere.
             times: Also time here, into the database, what was not timed before.
@@ -165,10 +168,13 @@ class ProbeReport:
             if times and database is not None:
                 time_sites(sites, database)
                 dispatcher.use_snapshot(load_snapshot([*shipped_databases(), database]))
+            formats: tuple[WhatIf, ...] = ()
+            if isinstance(device, str):
+                device, formats = _known(device)
             compile_ahead(learned)
             for site in learned:
                 seen = site.statistics
-                replayed = replay(site, seeds=seeds, database=database)
+                replayed = replay(site, seeds=seeds, database=database, formats=formats)
                 for v in verdicts_of(site.name, seen, replayed, budget=budget, device=device):
                     print_ = fingerprint_of(seen, v.gemm)
                     judged.append(Judged(v, print_, seen.sizes.total()))
@@ -271,7 +277,8 @@ class ProbeReport:
         """Print a table."""
         from lokakern.render.terminal import print_rows
 
-        where = f", times of {self.device}" if self.device else ""
+        no = "no " if self.saved_share is None else ""
+        where = f", {no}times of {self.device}" if self.device else ""
         unseen = [f"no verdict on {name}: {why}" for name, why in self.unseen.items()]
         note = "\n".join(line for line in (self.summary, *unseen) if line)
         print_rows(self.rows(), "table", title=f"within {self.budget}{where}", note=note)
@@ -311,6 +318,21 @@ class ProbeReport:
             OSError: It cannot be written.
         """
         Path(path).write_text(page_of(self.content()), encoding="utf-8")
+
+
+def _known(device: str) -> tuple[Device, tuple[WhatIf, ...]]:
+    """The device of a database, or one that nobody has measured, and formats to emulate for it.
+
+    Raises:
+        DeviceError: Neither is of that name.
+    """
+    try:
+        return dispatcher.device_named(device), ()
+    except DeviceError:
+        absent = device_named(device)
+        if absent is None:
+            raise
+        return absent, formats_of(absent)
 
 
 def page_of(content: Mapping[str, Any]) -> str:

@@ -16,10 +16,11 @@ from lokakern.device import current_device
 from lokakern.errors import UnsupportedError
 from lokakern.probe.problems import Replayed, padded, problem_of, way_of
 from lokakern.probe.statistics import FEWEST_ROWS, GEMMS, SiteStatistics
+from lokakern.registry.architectures import FP8_GPUS
 from lokakern.selection.candidates import Time
 from lokakern.selection.dispatcher import device_named, table_for
 from lokakern.selection.ties import within_noise
-from lokakern.types import COMPILED, Device, ErrorBudget, Granularity, Problem
+from lokakern.types import COMPILED, Device, ErrorBudget, Problem
 
 BUDGET = 0.06  # row error that E4M3 GEMMs of harmless operands keep within: 0.035-0.045
 LIMITS = ("row_err", "row_p99", "mean_shift")
@@ -100,16 +101,23 @@ def verdicts_of(
         raise UnsupportedError(
             f"Probe judges by {' and '.join(LIMITS)}; the budget is {ErrorBudget.of(budget)}"
         )
-    here = current_device().architecture
-    there = here if device is None else device_named(device).architecture
+    here = current_device()
+    there = here if device is None else device_named(device)
+    has_fp8 = not there.is_gpu or there.architecture in FP8_GPUS
     found = []
     for gemm in GEMMS:
-        mine = [r for r in replayed if r.gemm == gemm and (r.is_everywhere or there == here)]
+        mine = [
+            r
+            for r in replayed
+            if r.gemm == gemm
+            and (r.is_everywhere or there.architecture == here.architecture)
+            and (r.is_plain or r.format or has_fp8)
+        ]
         if not mine:
             continue
         norm = statistics.norm if any(r.norm == statistics.norm for r in mine if r.norm) else ""
         after = [r for r in mine if r.norm == norm]
-        plain = [r for r in after if r.granularity is Granularity.NONE]
+        plain = [r for r in after if r.is_plain]
         times = _times_of(statistics, gemm, norm, device)
         classes = _classes([r for r in after if r not in plain], limits, times)
         safe = [c for c in classes if c.safety == "safe"]
@@ -257,7 +265,7 @@ def _change(
         return "row instead of tensor scales"
     if verdict.safety == "unsafe":
         blocks = [r for r in mine if r.norm.startswith("block") and r.norm != verdict.norm
-                  and r.granularity is not Granularity.NONE]  # fmt: skip
+                  and not r.is_plain]  # fmt: skip
         if verdict.norm == "layer" and any(_safety(r, limits)[0] == "safe" for r in blocks):
             return "BlockNorm instead of LayerNorm"
         return "weight gradient in bf16" if verdict.gemm == "grad_weight" else ""

@@ -14,11 +14,11 @@ from torch import Tensor
 
 import lokakern
 from lokakern import numerics
-from lokakern.errors import UnknownNameError
+from lokakern.errors import DeviceError, UnknownNameError
 from lokakern.probe import replay as replays
 from lokakern.probe.problems import Replayed, block_norm, problem_of
 from lokakern.probe.replay import LearnedSite, compile_ahead
-from lokakern.probe.report import ProbeReport
+from lokakern.probe.report import ProbeReport, page_of
 from lokakern.probe.statistics import GEMMS, SiteStatistics
 from lokakern.probe.verdicts import verdicts_of
 from lokakern.problems import sums_over_samples
@@ -26,6 +26,7 @@ from lokakern.registry.register import KERNELS, load_kernels, register
 from lokakern.registry.snapshot.loading import load_snapshot
 from lokakern.selection import dispatcher
 from lokakern.types import Device, Format, Granularity, Problem
+from lokakern.what_if.formats import FORMATS
 from lokakern.workloads.distributions import distribution_named, draw_rows, draw_weight, learned
 from tests.support.probe_sites import drawn, site_of
 
@@ -381,3 +382,56 @@ def test_replay_exposes_kernels_broken_for_unusual_operands(broken: str) -> None
     assert exposed.reason.startswith("wrong: kernel_err")
     assert exposed.row_err_upper == float("inf")
     assert of(found, "output", ROW).reason == ""
+
+
+def test_formats_of_a_gpu_that_nobody_measured_are_judged_by_the_operands(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    site, held_out, w = seen("X2")
+    report = ProbeReport.of({"a": site}, device="b200", seeds=(0,), budget=0.06)
+    assert report.device == "NVIDIA B200"
+    report.table()
+    assert "within row_err 0.06, no times of NVIDIA B200" in capsys.readouterr().out
+    assert "no times of NVIDIA B200" in page_of(report.content())
+    output = report.verdicts[0]
+    assert {"nvfp4", "mxfp4", "1x32", "row", "int8", "int4-weight"} <= {
+        c.scales for c in output.classes
+    }
+    assert (output.safety, output.speed, output.bf16_us) == ("safe", "", None)
+    for name, safety in (("nvfp4", "unsafe"), ("int8", "safe")):
+        form = FORMATS[name]
+        left, right = (form.quantized_as("x", x.bfloat16()).data for x in (held_out, w))
+        exact = held_out.bfloat16().double() @ w.bfloat16().double().t()
+        real = numerics.measure_errors((left @ right.t()).bfloat16(), exact).row_err
+        judged = output.of(name)
+        assert judged is not None
+        assert judged.row_err == pytest.approx(real, rel=0.1)
+        assert (judged.safety, judged.kernel, judged.latency_us) == (safety, "", None)
+    for verdict in report.verdicts[1:]:  # gradients, of whose operands neither is kept
+        assert not any(c.scales.endswith("weight") for c in verdict.classes)
+        assert verdict.of("nvfp4") is not None
+
+
+def test_a_gpu_without_fp8_gets_no_verdict_on_it() -> None:
+    site, _, _ = seen("X1", norm="layer")
+    report = ProbeReport.of({"a": site}, device="A100", seeds=(0,))
+    output = report.verdicts[0]
+    assert output.norm == "layer"
+    assert {c.scales for c in output.classes} == {"int8", "int8-weight", "int4-weight"}
+    assert output.best == "int8-weight"  # errors after the norm: bfloat16 rows, weights of 8 bits
+
+
+def test_errors_of_formats_are_no_rows(tmp_path: Path) -> None:
+    site, _, _ = seen("X1")
+    place = tmp_path / "probe.sqlite"
+    found = replay("a", site, seeds=(0,), database=place, formats=[FORMATS["int8"]])
+    assert any(r.format == "int8" for r in found)
+    with sqlite3.connect(str(place)) as connection:
+        names = {name for (name,) in connection.execute("SELECT name FROM kernel")}
+    assert names and not any(name.startswith("emulated") for name in names)
+
+
+def test_an_unknown_gpu_is_refused() -> None:
+    site, _, _ = seen("X1")
+    with pytest.raises(DeviceError, match="'NVIDIA X9' is in no database"):
+        ProbeReport.of({"a": site}, device="NVIDIA X9")

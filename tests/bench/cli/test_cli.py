@@ -268,6 +268,35 @@ def test_fresh_measures_again(command: Command, tmp_path: Path) -> None:
     assert count(path, "accuracy") == 0
 
 
+def test_sizes_that_others_tuned_are_swept_first(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = tmp_path / "tuned.csv"
+    table.write_text("cu_num,M,N,K,us\n304,64,48,32,20.5\n")
+    swept: list[tuple[int, ...]] = []
+    real = engine.sweep
+
+    def sweep(cases: Any, **options: Any) -> Any:
+        swept.extend(case.problem.shape for case in cases)
+        assert str(tmp_path) not in options["command"], "rows hold no paths"
+        return real(cases, **options)
+
+    monkeypatch.setattr(engine, "sweep", sweep)
+    words = ("sweep", "--shape", "64,32,32", "--shape", "64,48,32", "--kernel", "torch.bf16",
+             "--errors", "none", "--db", str(tmp_path / "new.sqlite"))  # fmt: skip
+    assert command(*words).code == 0
+    plain, swept[:] = list(swept), []
+    words = (*words, "--tuned", str(table))
+    monkeypatch.setattr("sys.argv", ["lokakern", *words])
+    ran = command(*words)
+    assert ran.code == 0 and "and 7 for other GPUs: they come first" in ran.err
+    assert sorted(swept) == sorted(plain)
+    assert plain[0] == (64, 32, 32) and set(swept[:7]) == {(64, 48, 32)}
+    table.unlink()
+    refused = command(*words)
+    assert refused.code == 2 and "cannot be read" in refused.err
+
+
 def test_a_time_limit_ends_a_sweep_and_the_next_one_goes_on(
     command: Command, tmp_path: Path
 ) -> None:
@@ -431,6 +460,58 @@ def test_explain_as_json(command: Command, measured: str) -> None:
     strict = command("explain", *SHAPE, "--json", "--budget", "0.01", "--db", measured).json
     assert strict["kernel"] == "torch.bf16"
     assert "row_err" in strict["rejected"]["torch.quantize_row+torch.emulated_row"]
+
+
+def test_explain_names_the_formats_that_a_gpu_nobody_measured_would_admit(command: Command) -> None:
+    words = ("explain", "--shape", "4096,1024,1024", "--device", "b200")
+    ran = command(*words)
+    assert (ran.code, ran.err) == (0, "")
+    assert "formats that NVIDIA B200 has, within row_err 0.06" in ran.out
+    assert "Emulated errors, no times" in ran.out
+    assert "Within row_err 0.06 for no product: nvfp4, mxfp4" in ran.out
+    facts = command(*words, "--json").json
+    assert (facts["device"], facts["emulated"]) == ("NVIDIA B200", True)
+    (layer,) = facts["layers"]
+    formats = layer["formats"]
+    assert {name for name, found in formats.items() if found["within"]} == {
+        "mxfp8", "fp8-row", "int8", "int8-weight",
+    }  # fmt: skip
+    assert formats["nvfp4"]["why"].startswith("row_err 0.")
+    assert formats["nvfp4"]["errors"]["row_err"] > 0.06
+    assert facts["total"]["int8"] == {"within": 1, "flops_share": 1.0}
+    loose = command(*words, "--json", "--budget", "0.17", "--distribution", "X1").json
+    assert loose["layers"][0]["formats"]["mxfp4"] | {"errors": 0} == {
+        "within": True, "why": "", "worst_on": "X1", "errors": 0,
+    }  # fmt: skip
+
+
+def test_explain_formats_of_many_products(command: Command, tmp_path: Path) -> None:
+    shapes = tmp_path / "shapes.csv"
+    shapes.write_text("m,n,k,count,layer\n4096,512,512,3,up\n4096,512,8192,,down\n")
+    words = ("explain", "--shapes", str(shapes), "--device", "A100", "--budget", "0.015",
+             "--distribution", "X1")  # fmt: skip
+    ran = command(*words, "--format", "csv")
+    head, *lines = ran.out.splitlines()
+    assert head == 'layer,"m,n,k",within the budget,int8,int8-weight,int4-weight'
+    assert [line.split(",")[0] for line in lines] == ["up", "down"]
+    facts = command(*words, "--json", "--budget", "0.0125").json
+    assert [[n for n, f in layer["formats"].items() if f["within"]] for layer in facts["layers"]] \
+        == [["int8", "int8-weight"], ["int8-weight"]]  # fmt: skip
+    assert facts["total"]["int8"] == {"within": 1, "flops_share": 3 / 19}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("--training", "--shapes", "x.csv"), ("--regime", "eager"), ("--prepared", "row"),
+     ("--epilogue", "bias"), ("gemm_norm",)],
+    ids=str,
+)  # fmt: skip
+def test_explain_knows_only_errors_of_plain_products_there(
+    command: Command, words: tuple[str, ...]
+) -> None:
+    ran = command("explain", *words, "--device", "MI355X")
+    assert ran.code == 2
+    assert "nothing was measured on AMD Instinct MI355X" in " ".join(ran.err.split())
 
 
 @pytest.mark.parametrize("op", ["quantize", "dequantize", "scaled_gemm"])

@@ -1,0 +1,1 @@
+"""What formats that no kernel here multiplies would cost in error, and which GPUs have them."""
