@@ -251,7 +251,7 @@ def forecast(
         candidates.append(
             Candidate(
                 name, kernel, kernel.granularity, {}, {}, bounds.errors, bounds.worst_distribution,
-                found if isinstance(found, str) else "", is_plain, errors_of_n=bounds.n,
+                found if isinstance(found, str) else "", is_plain, errors_at=bounds.elsewhere,
                 errors_predicted=bounds.is_predicted,
             )
         )  # fmt: skip
