@@ -9,7 +9,7 @@ that these intervals lead to. The model that is written is fitted to all rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,13 +23,13 @@ from lokakern.registry.register import KERNELS, load_kernels
 from lokakern.registry.staleness import is_current
 from lokakern.selection.prediction import features
 from lokakern.selection.prediction.features import Rates, described, is_covered
+from lokakern.selection.prediction.laws import Spread
 from lokakern.selection.prediction.model_file import (
     FORMAT,
     KINDS,
     LEAF,
     File,
     KernelModel,
-    Spread,
     Trees,
     file_of,
     kind_of,
@@ -113,8 +113,10 @@ class Quality:
         )
 
 
-def timings(facts: Snapshot, device: Device, regime: str) -> list[Timings]:
-    """The times to fit, of each kernel of PyTorch and of this library with enough of them."""
+def median_times(
+    facts: Snapshot, device: Device, regime: str, is_fitted: Callable[[Problem], bool]
+) -> list[Timings]:
+    """Times of the kernels of PyTorch and of this library at some problems, by name."""
     load_kernels()
     by_kernel: dict[str, dict[Problem, list[float]]] = {}
     digests: dict[str, str] = {}
@@ -123,9 +125,9 @@ def timings(facts: Snapshot, device: Device, regime: str) -> list[Timings]:
         kernel = KERNELS.get(name)
         if kernel is None or kernel.libraries or cell.status != "ok" or cell.tier:
             continue
-        if any(".emulated" in part for part in kernel.parts):  # never the choice on a GPU with FP8
+        if "emulated" in name:  # never the choice on a GPU with FP8
             continue
-        if is_covered(cell.problem) and is_current(cell.kernel):
+        if is_fitted(cell.problem) and is_current(cell.kernel):
             digests[name] = cell.kernel.digest
             times = by_kernel.setdefault(name, {})
             times.setdefault(cell.problem, []).append(cell.latency_us_p50)
@@ -133,10 +135,16 @@ def timings(facts: Snapshot, device: Device, regime: str) -> list[Timings]:
     for name, times in sorted(by_kernel.items()):
         problems = sorted(times, key=lambda p: (p.n, p.k, p.m, str(p)))
         medians = np.array([np.median(times[problem]) for problem in problems])
-        one = Timings(name, digests[name], KERNELS[name].granularity, problems, medians)
-        if len(problems) >= FEWEST_ROWS and len(set(one.pairs)) >= FEWEST_PAIRS:
-            found.append(one)
+        found.append(Timings(name, digests[name], KERNELS[name].granularity, problems, medians))
     return found
+
+
+def timings(facts: Snapshot, device: Device, regime: str) -> list[Timings]:
+    """The times that trees are fitted to, of each kernel with enough of them."""
+    return [
+        one for one in median_times(facts, device, regime, is_covered)
+        if len(one.problems) >= FEWEST_ROWS and len(set(one.pairs)) >= FEWEST_PAIRS
+    ]  # fmt: skip
 
 
 def fit(facts: Snapshot, device: Device, regime: str, progress: Progress) -> tuple[bytes, Quality]:
@@ -148,6 +156,8 @@ def fit(facts: Snapshot, device: Device, regime: str, progress: Progress) -> tup
     Raises:
         MeasurementError: There are too few rows, or scikit-learn is not installed.
     """
+    from lokakern.bench.prediction.fit_laws import fit_laws
+
     known = timings(facts, device, regime)
     if not any(one.granularity is Granularity.NONE for one in known):
         raise MeasurementError(
@@ -182,13 +192,12 @@ def fit(facts: Snapshot, device: Device, regime: str, progress: Progress) -> tup
                 p90_error=round(float(np.quantile(error, 0.9)), 4), trees=its,
             )
         )  # fmt: skip
-    sizes = np.array([(p.m, p.n, p.k) for one in known for p in one.problems])
-    least = np.maximum(sizes.min(0), LEAST)
+    least, largest = least_and_largest(known)
     content = File(
         format=FORMAT, features=features.VERSION, device=asdict(device), regime=regime,
-        rows_digest=facts.digest, rates=rates, least=_triple(least),
-        largest=_triple(sizes.max(0)), coverage=COVERAGE, spreads=spreads, kernels=kernels,
-        fitted_by=f"lokakern {__version__}",
+        rows_digest=facts.digest, rates=rates, least=_triple(np.maximum(least, LEAST)),
+        largest=largest, coverage=COVERAGE, spreads=spreads, kernels=kernels,
+        laws=fit_laws(facts, device, regime), fitted_by=f"lokakern {__version__}",
     )  # fmt: skip
     return file_of(content), _quality(known, left_out)
 
@@ -220,6 +229,14 @@ def rates_of(known: Sequence[Timings], device: Device) -> Rates:
 
 def _near_peak(rates: Sequence[float]) -> float:
     return float(f"{np.quantile(rates, _NEAR_PEAK):.3g}")
+
+
+def least_and_largest(
+    known: Sequence[Timings],
+) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """Smallest and largest m, n and k of all problems."""
+    sizes = np.array([(p.m, p.n, p.k) for one in known for p in one.problems])
+    return _triple(sizes.min(0)), _triple(sizes.max(0))
 
 
 def _triple(values: NDArray[np.int64]) -> tuple[int, int, int]:
@@ -358,14 +375,16 @@ def _spreads(
             raise MeasurementError(f"no measured speedup is {kind}; measure more sizes")
         groups = [(pair.problem.n, pair.problem.k) for pair in here]
         surprise = np.array([pair.surprise for pair in here])
-        low = -_upper(-surprise, groups, (1 + COVERAGE) / 2)
-        high = _upper(surprise, groups, (1 + COVERAGE) / 2)
+        low = -upper_quantile(-surprise, groups, (1 + COVERAGE) / 2)
+        high = upper_quantile(surprise, groups, (1 + COVERAGE) / 2)
         count = len(set(groups))
         found[kind] = Spread(low=round(min(low, 0), 4), high=round(max(high, 0), 4), pairs=count)
     return found
 
 
-def _upper(values: NDArray[np.float64], groups: Sequence[tuple[int, int]], level: float) -> float:
+def upper_quantile(
+    values: NDArray[np.float64], groups: Sequence[tuple[int, int]], level: float
+) -> float:
     """The conformal quantile of values in groups, each of which counts once.
 
     With G groups, a new one makes G + 1; the quantile is the least value that `level` of this

@@ -112,9 +112,9 @@ def test_a_pair_of_sizes_is_left_out_whole_and_alike_for_every_kernel(timings):
 def test_a_conformal_quantile_counts_each_pair_once():
     many = [(1, 1)] * 97 + [(2, 2), (3, 3), (4, 4)]
     values = np.array([0.0] * 97 + [1.0, 2.0, 3.0])
-    assert fitting._upper(values, many, 0.4) == 1.0  # 2 of 5, one of which is the next pair
-    assert fitting._upper(values, many, 0.8) == 3.0
-    assert fitting._upper(values, many, 0.99) == 3.0  # too few pairs: the largest
+    assert fitting.upper_quantile(values, many, 0.4) == 1.0  # 2 of 5, one of which is the next pair
+    assert fitting.upper_quantile(values, many, 0.8) == 3.0
+    assert fitting.upper_quantile(values, many, 0.99) == 3.0  # too few pairs: the largest
 
 
 def test_a_model_is_read_back_and_names_its_rows(fitted, shipped, h200):
