@@ -9,18 +9,27 @@ that these intervals lead to. The model that is written is fitted to all rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lokakern.bench.prediction import left_out as folds
+from lokakern.bench.prediction.fit_laws import fit_laws
+from lokakern.bench.prediction.left_out import (
+    COVERAGE,
+    Timings,
+    fold_of,
+    least_and_largest,
+    median_times,
+    triple,
+    upper_quantile,
+)
 from lokakern.errors import MeasurementError
 from lokakern.problems import PADDED
 from lokakern.progress import Progress
-from lokakern.registry.register import KERNELS, load_kernels
-from lokakern.registry.staleness import is_current
 from lokakern.selection.prediction import features
 from lokakern.selection.prediction.features import Rates, described, is_covered
 from lokakern.selection.prediction.laws import Spread
@@ -42,8 +51,6 @@ if TYPE_CHECKING:
     from lokakern.registry.snapshot.snapshot import Snapshot
 
 FEWEST_ROWS, FEWEST_PAIRS = 100, 50  # of a kernel that is predicted
-FOLDS = 8
-COVERAGE = 0.8  # of the intervals: one speedup in ten is below the lower end
 LEAST = (64, 16, 16)  # m, n and k: below, launches are all that counts
 _NEAR_PEAK = 0.99  # quantile of rates
 _UNALIGNED_SHARE = 0.1  # of the peak, where no product with unaligned rows was timed
@@ -52,30 +59,6 @@ _TREES: dict[str, Any] = {
     "n_estimators": 250, "learning_rate": 0.06, "max_depth": 4, "subsample": 0.7,
     "max_features": 0.3, "min_samples_leaf": 4, "random_state": 0,
 }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Timings:
-    """Median times of one kernel.
-
-    Attributes:
-        name: Of the kernel.
-        digest: Of its source.
-        granularity: Of its scales of a.
-        problems: One for each time.
-        times_us: ``[count]``.
-    """
-
-    name: str
-    digest: str
-    granularity: Granularity
-    problems: list[Problem]
-    times_us: NDArray[np.float64]
-
-    @property
-    def pairs(self) -> list[tuple[int, int]]:
-        """The pair (n, k) of each problem."""
-        return [(problem.n, problem.k) for problem in self.problems]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,32 +96,6 @@ class Quality:
         )
 
 
-def median_times(
-    facts: Snapshot, device: Device, regime: str, is_fitted: Callable[[Problem], bool]
-) -> list[Timings]:
-    """Times of the kernels of PyTorch and of this library at some problems, by name."""
-    load_kernels()
-    by_kernel: dict[str, dict[Problem, list[float]]] = {}
-    digests: dict[str, str] = {}
-    for cell in facts.timings_on(device, regime):
-        name = cell.kernel.name
-        kernel = KERNELS.get(name)
-        if kernel is None or kernel.libraries or cell.status != "ok" or cell.tier:
-            continue
-        if "emulated" in name:  # never the choice on a GPU with FP8
-            continue
-        if is_fitted(cell.problem) and is_current(cell.kernel):
-            digests[name] = cell.kernel.digest
-            times = by_kernel.setdefault(name, {})
-            times.setdefault(cell.problem, []).append(cell.latency_us_p50)
-    found = []
-    for name, times in sorted(by_kernel.items()):
-        problems = sorted(times, key=lambda p: (p.n, p.k, p.m, str(p)))
-        medians = np.array([np.median(times[problem]) for problem in problems])
-        found.append(Timings(name, digests[name], KERNELS[name].granularity, problems, medians))
-    return found
-
-
 def timings(facts: Snapshot, device: Device, regime: str) -> list[Timings]:
     """The times that trees are fitted to, of each kernel with enough of them."""
     return [
@@ -156,8 +113,6 @@ def fit(facts: Snapshot, device: Device, regime: str, progress: Progress) -> tup
     Raises:
         MeasurementError: There are too few rows, or scikit-learn is not installed.
     """
-    from lokakern.bench.prediction.fit_laws import fit_laws
-
     known = timings(facts, device, regime)
     if not any(one.granularity is Granularity.NONE for one in known):
         raise MeasurementError(
@@ -166,14 +121,14 @@ def fit(facts: Snapshot, device: Device, regime: str, progress: Progress) -> tup
             "`python -m lokakern.bench sweep --suite lrm`"
         )
     rates = rates_of(known, device)
-    progress.begin("fit", len(known) * (FOLDS + 1))
+    progress.begin("fit", len(known) * (folds.FOLDS + 1))
     trees, left_out = [], []
     for one in known:
         base, rows = _described(one, rates)
         target = np.log(one.times_us / base)
         predicted = np.zeros(len(target))
         of = fold_of(one.pairs)
-        for fold in range(FOLDS):
+        for fold in range(folds.FOLDS):
             out = of == fold
             if out.any():
                 predicted[out] = _boosted(rows[~out], target[~out]).predict(rows[out])
@@ -195,7 +150,7 @@ def fit(facts: Snapshot, device: Device, regime: str, progress: Progress) -> tup
     least, largest = least_and_largest(known)
     content = File(
         format=FORMAT, features=features.VERSION, device=asdict(device), regime=regime,
-        rows_digest=facts.digest, rates=rates, least=_triple(np.maximum(least, LEAST)),
+        rows_digest=facts.digest, rates=rates, least=triple(np.maximum(least, LEAST)),
         largest=largest, coverage=COVERAGE, spreads=spreads, kernels=kernels,
         laws=fit_laws(facts, device, regime), fitted_by=f"lokakern {__version__}",
     )  # fmt: skip
@@ -231,19 +186,6 @@ def _near_peak(rates: Sequence[float]) -> float:
     return float(f"{np.quantile(rates, _NEAR_PEAK):.3g}")
 
 
-def least_and_largest(
-    known: Sequence[Timings],
-) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """Smallest and largest m, n and k of all problems."""
-    sizes = np.array([(p.m, p.n, p.k) for one in known for p in one.problems])
-    return _triple(sizes.min(0)), _triple(sizes.max(0))
-
-
-def _triple(values: NDArray[np.int64]) -> tuple[int, int, int]:
-    m, n, k = map(int, values)
-    return m, n, k
-
-
 def _described(one: Timings, rates: Rates) -> tuple[NDArray[np.float64], NDArray[np.float32]]:
     """Base times and features of all problems of a kernel, in their order."""
     families: dict[Problem, list[int]] = {}
@@ -257,12 +199,6 @@ def _described(one: Timings, rates: Rates) -> tuple[NDArray[np.float64], NDArray
             family, m, one.granularity, rates, pads=one.name == PADDED
         )
     return base, rows
-
-
-def fold_of(pairs: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
-    """Folds of pairs (n, k), spread evenly; a pair is in the same fold for every kernel."""
-    sizes = np.array(pairs, np.int64)
-    return (sizes[:, 0] * 1_000_003 + sizes[:, 1] * 7919) % 104_729 % FOLDS
 
 
 def _boosted(rows: NDArray[np.float32], target: NDArray[np.float64]) -> Any:
@@ -380,22 +316,6 @@ def _spreads(
         count = len(set(groups))
         found[kind] = Spread(low=round(min(low, 0), 4), high=round(max(high, 0), 4), pairs=count)
     return found
-
-
-def upper_quantile(
-    values: NDArray[np.float64], groups: Sequence[tuple[int, int]], level: float
-) -> float:
-    """The conformal quantile of values in groups, each of which counts once.
-
-    With G groups, a new one makes G + 1; the quantile is the least value that `level` of this
-    weight does not exceed, and the largest value where there are too few groups.
-    """
-    _, inverse, count = np.unique(np.array(groups), axis=0, return_inverse=True, return_counts=True)
-    inverse = inverse.reshape(-1)  # NumPy 2.0 gave it another shape
-    order = np.argsort(values, kind="stable")
-    weight = np.cumsum((1 / count[inverse])[order])
-    place = int(np.searchsorted(weight, level * (len(count) + 1) - 1e-9))
-    return float(values[order][min(place, len(values) - 1)])
 
 
 def _quality(known: Sequence[Timings], left_out: Sequence[NDArray[np.float64]]) -> Quality:

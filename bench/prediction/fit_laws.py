@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from lokakern.bench.prediction.fit import (
+from lokakern.bench.prediction.left_out import (
     COVERAGE,
     Timings,
     fold_of,

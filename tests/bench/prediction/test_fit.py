@@ -46,7 +46,7 @@ def few_trees():
     patch = pytest.MonkeyPatch()
     patch.setitem(fitting._TREES, "n_estimators", 6)
     patch.setitem(fitting._TREES, "learning_rate", 0.5)
-    patch.setattr(fitting, "FOLDS", 2)
+    patch.setattr("lokakern.bench.prediction.left_out.FOLDS", 2)
     yield
     patch.undo()
 
@@ -106,7 +106,7 @@ def test_a_pair_of_sizes_is_left_out_whole_and_alike_for_every_kernel(timings):
     ]
     whole = folds[0] | {pair: fold for one in folds for pair, fold in one.items()}
     assert all(whole[pair] == fold for one in folds for pair, fold in one.items())
-    assert set(whole.values()) == set(range(fitting.FOLDS))
+    assert set(whole.values()) == set(range(fitting.folds.FOLDS))
 
 
 def test_a_conformal_quantile_counts_each_pair_once():
