@@ -22,7 +22,6 @@ from lokakern.workloads.distributions import distribution_named
 from lokakern.workloads.suites import Case
 
 if TYPE_CHECKING:
-    from lokakern.registry.schema.records import KernelRow
     from lokakern.registry.snapshot.cells import AccuracyCell, AccuracyHead, TimingHead
     from lokakern.registry.snapshot.snapshot import Snapshot
 
