@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +16,8 @@ from lokakern.bench.cli.options import OutputFormat, reading, say, says_errors, 
 
 if TYPE_CHECKING:
     from lokakern.bench.prediction.fit import Quality
+    from lokakern.selection.prediction.laws import Law
+    from lokakern.selection.prediction.model_file import KernelModel
     from lokakern.types import Device
 
 
@@ -51,18 +53,21 @@ def fit(
         target = dispatcher.device_named(device)
         place = out or model_path(database, target)
         content, quality = write_model(place, target, quiet=quiet)
+    model = parse(content, str(place)).content
+    fitted: dict[str, Sequence[KernelModel | Law]] = {"gemm": model.kernels}
+    fitted |= {op: its.kernels for op, its in model.laws.items()}
     rows: list[dict[str, Any]] = [
         {
-            "kernel": one.name, "times": one.rows, "median error": one.median_error,
+            "op": op, "kernel": one.name, "times": one.rows, "median error": one.median_error,
             "90 % error": one.p90_error,
         }
-        for one in parse(content, str(place)).content.kernels
+        for op, kernels in fitted.items() for one in kernels
     ]  # fmt: skip
     if how is OutputFormat.JSON:
         rows = [{"file": str(place), "bytes": len(content), **asdict(quality), "kernels": rows}]
     print_rows(rows, how)
     if how is OutputFormat.TABLE:
-        say(f"{place}: {len(content)} bytes. {quality}")
+        say(f"{place}: {len(content)} bytes. Of gemm: {quality}")
 
 
 @contextmanager

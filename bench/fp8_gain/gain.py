@@ -285,7 +285,7 @@ def _bf16_us(choice: Choice) -> float | None:
 
 def _why_quantized(choice: Choice) -> str:
     found = choice.pick.candidate
-    limit = f" at most, by n={found.errors_of_n}" if found and found.errors_of_n else ""
+    limit = f" at most, by {found.errors_at}" if found and found.errors_at else ""
     worst = found.worst_distribution if found else ""
     return f"row_err {choice.errors['row_err']:.4f}{limit}, worst on {worst}"
 

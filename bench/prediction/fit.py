@@ -16,20 +16,29 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lokakern.bench.prediction import left_out as folds
+from lokakern.bench.prediction.fit_laws import fit_laws
+from lokakern.bench.prediction.left_out import (
+    COVERAGE,
+    Timings,
+    fold_of,
+    least_and_largest,
+    median_times,
+    triple,
+    upper_quantile,
+)
 from lokakern.errors import MeasurementError
 from lokakern.problems import PADDED
 from lokakern.progress import Progress
-from lokakern.registry.register import KERNELS, load_kernels
-from lokakern.registry.staleness import is_current
 from lokakern.selection.prediction import features
 from lokakern.selection.prediction.features import Rates, described, is_covered
+from lokakern.selection.prediction.laws import Spread
 from lokakern.selection.prediction.model_file import (
     FORMAT,
     KINDS,
     LEAF,
     File,
     KernelModel,
-    Spread,
     Trees,
     file_of,
     kind_of,
@@ -42,8 +51,6 @@ if TYPE_CHECKING:
     from lokakern.registry.snapshot.snapshot import Snapshot
 
 FEWEST_ROWS, FEWEST_PAIRS = 100, 50  # of a kernel that is predicted
-FOLDS = 8
-COVERAGE = 0.8  # of the intervals: one speedup in ten is below the lower end
 LEAST = (64, 16, 16)  # m, n and k: below, launches are all that counts
 _NEAR_PEAK = 0.99  # quantile of rates
 _UNALIGNED_SHARE = 0.1  # of the peak, where no product with unaligned rows was timed
@@ -52,30 +59,6 @@ _TREES: dict[str, Any] = {
     "n_estimators": 250, "learning_rate": 0.06, "max_depth": 4, "subsample": 0.7,
     "max_features": 0.3, "min_samples_leaf": 4, "random_state": 0,
 }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Timings:
-    """Median times of one kernel.
-
-    Attributes:
-        name: Of the kernel.
-        digest: Of its source.
-        granularity: Of its scales of a.
-        problems: One for each time.
-        times_us: ``[count]``.
-    """
-
-    name: str
-    digest: str
-    granularity: Granularity
-    problems: list[Problem]
-    times_us: NDArray[np.float64]
-
-    @property
-    def pairs(self) -> list[tuple[int, int]]:
-        """The pair (n, k) of each problem."""
-        return [(problem.n, problem.k) for problem in self.problems]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,29 +97,11 @@ class Quality:
 
 
 def timings(facts: Snapshot, device: Device, regime: str) -> list[Timings]:
-    """The times to fit, of each kernel of PyTorch and of this library with enough of them."""
-    load_kernels()
-    by_kernel: dict[str, dict[Problem, list[float]]] = {}
-    digests: dict[str, str] = {}
-    for cell in facts.timings_on(device, regime):
-        name = cell.kernel.name
-        kernel = KERNELS.get(name)
-        if kernel is None or kernel.libraries or cell.status != "ok" or cell.tier:
-            continue
-        if any(".emulated" in part for part in kernel.parts):  # never the choice on a GPU with FP8
-            continue
-        if is_covered(cell.problem) and is_current(cell.kernel):
-            digests[name] = cell.kernel.digest
-            times = by_kernel.setdefault(name, {})
-            times.setdefault(cell.problem, []).append(cell.latency_us_p50)
-    found = []
-    for name, times in sorted(by_kernel.items()):
-        problems = sorted(times, key=lambda p: (p.n, p.k, p.m, str(p)))
-        medians = np.array([np.median(times[problem]) for problem in problems])
-        one = Timings(name, digests[name], KERNELS[name].granularity, problems, medians)
-        if len(problems) >= FEWEST_ROWS and len(set(one.pairs)) >= FEWEST_PAIRS:
-            found.append(one)
-    return found
+    """The times that trees are fitted to, of each kernel with enough of them."""
+    return [
+        one for one in median_times(facts, device, regime, is_covered)
+        if len(one.problems) >= FEWEST_ROWS and len(set(one.pairs)) >= FEWEST_PAIRS
+    ]  # fmt: skip
 
 
 def fit(facts: Snapshot, device: Device, regime: str, progress: Progress) -> tuple[bytes, Quality]:
@@ -156,14 +121,14 @@ def fit(facts: Snapshot, device: Device, regime: str, progress: Progress) -> tup
             "`python -m lokakern.bench sweep --suite lrm`"
         )
     rates = rates_of(known, device)
-    progress.begin("fit", len(known) * (FOLDS + 1))
+    progress.begin("fit", len(known) * (folds.FOLDS + 1))
     trees, left_out = [], []
     for one in known:
         base, rows = _described(one, rates)
         target = np.log(one.times_us / base)
         predicted = np.zeros(len(target))
         of = fold_of(one.pairs)
-        for fold in range(FOLDS):
+        for fold in range(folds.FOLDS):
             out = of == fold
             if out.any():
                 predicted[out] = _boosted(rows[~out], target[~out]).predict(rows[out])
@@ -182,13 +147,12 @@ def fit(facts: Snapshot, device: Device, regime: str, progress: Progress) -> tup
                 p90_error=round(float(np.quantile(error, 0.9)), 4), trees=its,
             )
         )  # fmt: skip
-    sizes = np.array([(p.m, p.n, p.k) for one in known for p in one.problems])
-    least = np.maximum(sizes.min(0), LEAST)
+    least, largest = least_and_largest(known)
     content = File(
         format=FORMAT, features=features.VERSION, device=asdict(device), regime=regime,
-        rows_digest=facts.digest, rates=rates, least=_triple(least),
-        largest=_triple(sizes.max(0)), coverage=COVERAGE, spreads=spreads, kernels=kernels,
-        fitted_by=f"lokakern {__version__}",
+        rows_digest=facts.digest, rates=rates, least=triple(np.maximum(least, LEAST)),
+        largest=largest, coverage=COVERAGE, spreads=spreads, kernels=kernels,
+        laws=fit_laws(facts, device, regime), fitted_by=f"lokakern {__version__}",
     )  # fmt: skip
     return file_of(content), _quality(known, left_out)
 
@@ -222,11 +186,6 @@ def _near_peak(rates: Sequence[float]) -> float:
     return float(f"{np.quantile(rates, _NEAR_PEAK):.3g}")
 
 
-def _triple(values: NDArray[np.int64]) -> tuple[int, int, int]:
-    m, n, k = map(int, values)
-    return m, n, k
-
-
 def _described(one: Timings, rates: Rates) -> tuple[NDArray[np.float64], NDArray[np.float32]]:
     """Base times and features of all problems of a kernel, in their order."""
     families: dict[Problem, list[int]] = {}
@@ -240,12 +199,6 @@ def _described(one: Timings, rates: Rates) -> tuple[NDArray[np.float64], NDArray
             family, m, one.granularity, rates, pads=one.name == PADDED
         )
     return base, rows
-
-
-def fold_of(pairs: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
-    """Folds of pairs (n, k), spread evenly; a pair is in the same fold for every kernel."""
-    sizes = np.array(pairs, np.int64)
-    return (sizes[:, 0] * 1_000_003 + sizes[:, 1] * 7919) % 104_729 % FOLDS
 
 
 def _boosted(rows: NDArray[np.float32], target: NDArray[np.float64]) -> Any:
@@ -358,25 +311,11 @@ def _spreads(
             raise MeasurementError(f"no measured speedup is {kind}; measure more sizes")
         groups = [(pair.problem.n, pair.problem.k) for pair in here]
         surprise = np.array([pair.surprise for pair in here])
-        low = -_upper(-surprise, groups, (1 + COVERAGE) / 2)
-        high = _upper(surprise, groups, (1 + COVERAGE) / 2)
+        low = -upper_quantile(-surprise, groups, (1 + COVERAGE) / 2)
+        high = upper_quantile(surprise, groups, (1 + COVERAGE) / 2)
         count = len(set(groups))
         found[kind] = Spread(low=round(min(low, 0), 4), high=round(max(high, 0), 4), pairs=count)
     return found
-
-
-def _upper(values: NDArray[np.float64], groups: Sequence[tuple[int, int]], level: float) -> float:
-    """The conformal quantile of values in groups, each of which counts once.
-
-    With G groups, a new one makes G + 1; the quantile is the least value that `level` of this
-    weight does not exceed, and the largest value where there are too few groups.
-    """
-    _, inverse, count = np.unique(np.array(groups), axis=0, return_inverse=True, return_counts=True)
-    inverse = inverse.reshape(-1)  # NumPy 2.0 gave it another shape
-    order = np.argsort(values, kind="stable")
-    weight = np.cumsum((1 / count[inverse])[order])
-    place = int(np.searchsorted(weight, level * (len(count) + 1) - 1e-9))
-    return float(values[order][min(place, len(values) - 1)])
 
 
 def _quality(known: Sequence[Timings], left_out: Sequence[NDArray[np.float64]]) -> Quality:

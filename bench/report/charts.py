@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import colorsys
 import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -55,6 +56,22 @@ THEMES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+MOST_HUES = 64  # kernels of an op with a color of their own
+
+
+def _more_hues(lightness: tuple[float, float], saturation: float) -> list[str]:
+    """Colors after the first ten, by steps of the golden angle and in turn of two lightnesses."""
+    found = []
+    for place in range(MOST_HUES - 10):
+        rgb = colorsys.hls_to_rgb(place * 0.381966 % 1, lightness[place % 2], saturation)
+        found.append("#" + "".join(f"{round(255 * part):02x}" for part in rgb))
+    return found
+
+
+THEMES["light"]["category"] += _more_hues((0.86, 0.74), 0.62)
+THEMES["dark"]["category"] += _more_hues((0.24, 0.17), 0.45)
+
+
 def config_of(theme: str) -> Spec:
     """Vega-Lite configuration of the "light" or "dark" theme."""
     colors = THEMES[theme]
@@ -84,12 +101,13 @@ def config_of(theme: str) -> Spec:
 
 # --- views of the rows of a table: on a page the HTML tables, in a PNG file those of the survey
 
-# The hue is one of ten colors; letters distinguish kernels of one color. A "?" is no answer.
+# Each of `MOST_HUES` kernels has a color of its own, and a letter. A "?" is no answer.
 _LETTERED = [
     {"calculate": "replace(datum.letter, '?', '')", "as": "plain"},
     {"calculate": "datum.plain + '  ' + datum.kernel", "as": "key"},
     {"calculate": "datum.plain === '-' ? 0 : (indexof('ABCDEFGHIJKLMNOPQRSTUVWXYZ', "
-                  "slice(datum.plain, -1)) + 26 * (length(datum.plain) - 1)) % 10", "as": "hue"},
+                  "slice(datum.plain, -1)) + 26 * (length(datum.plain) - 1)) % "
+                  f"{MOST_HUES}", "as": "hue"},
 ]  # fmt: skip
 _DERIVED = {
     "choices": _LETTERED,
@@ -129,11 +147,11 @@ def _hints(*fields: str) -> list[Spec]:
     return [{"field": field, "title": label_of(field)} for field in fields]
 
 
-# Kernels have the same color in all pictures of an op; letters tell kernels of a color apart.
+# Kernels have the same color in all pictures of an op.
 _HUE = {
     "field": "hue",
     "type": "ordinal",
-    "scale": {"domain": list(range(len(THEMES["light"]["category"]))), "range": "category"},
+    "scale": {"domain": list(range(MOST_HUES)), "range": "category"},
     "legend": None,
 }
 _LETTER = {
@@ -148,11 +166,12 @@ def _kernels(title: str) -> Spec:
     return {
         "title": {"text": title, "fontSize": 12, "fontWeight": 500},
         "transform": [{"aggregate": [{"op": "count", "as": "count"}], "groupby": ["key", "hue"]}],
-        "width": 160,
+        "width": 120,
         "height": {"step": 20},
         "encoding": {
-            "y": _channel("key", "nominal", axis={"grid": False}),
-            "x": _channel("count", axis=None),
+            # Long labels are on the right: on the left they would move all pictures.
+            "y": _channel("key", "nominal", axis={"grid": False, "orient": "right"}),
+            "x": _channel("count", axis=None, scale={"range": [0, 90]}),
             "tooltip": _hints("key", "count"),
         },
         "layer": [
@@ -165,9 +184,22 @@ def _kernels(title: str) -> Spec:
     }
 
 
-def _map(op: Row, layer: list[Spec], **more: Any) -> Spec:
-    """A cell for each shape."""
+CELL = 33  # widest column of a map, in pixels; a page makes them narrower where it is
+NEVER = "never measured"
+
+
+def _map(op: Row, name: str, layer: list[Spec]) -> Spec:
+    """A cell for each pair of sizes, an outline where it was never measured."""
     x, y = op["axes"]
+    empty: Spec = {"mark": {"type": "rect", "fillOpacity": 0, "strokeOpacity": 0.35,
+                            "strokeDash": [2, 3]}}  # fmt: skip
+    measured = [{"filter": "isValid(datum.kernel)"}]
+    shown = [{**part, "transform": measured} for part in layer]
+    transform = [
+        {"impute": "kernel", "key": x, "groupby": [y], "value": None},
+        {"impute": "kernel", "key": y, "groupby": [x], "value": None},
+        {"calculate": f"isValid(datum.kernel) ? datum.note : '{NEVER}'", "as": "note"},
+    ]
     titles = {"m": "m (rows)", "n": "n (columns of the weight)", "k": "k (summed over)"}
     titles["k"] = "k (columns)" if x == "m" else titles["k"]
     encoding = {
@@ -176,12 +208,12 @@ def _map(op: Row, layer: list[Spec], **more: Any) -> Spec:
         "tooltip": _hints("m", *(["n"] if x == "n" else []), "k", "kernel", "us", "plain_us",
                           "speedup", "light", "row_err", "note"),
     }  # fmt: skip
-    size = {"width": {"step": 33}, "height": {"step": 21}}
-    return size | {"encoding": encoding, "layer": layer, **more}
+    size = {"name": f"{name}_map", "width": {"step": CELL}, "height": {"step": 21}}
+    return size | {"encoding": encoding, "layer": [empty, *shown], "transform": transform}
 
 
 def _winners(op: Row) -> Spec:
-    cells = _map(op, [{"mark": "rect", "encoding": {"color": _HUE}}, _LETTER])
+    cells = _map(op, "winners", [{"mark": "rect", "encoding": {"color": _HUE}}, _LETTER])
     return {"vconcat": [cells, _kernels("Letters of kernels, and their numbers of shapes")],
             "resolve": _INDEPENDENT}  # fmt: skip
 
@@ -193,12 +225,9 @@ def _gains(op: Row) -> Spec:
     color = _channel(
         field, title=GAINS[field], scale=scale, legend={"orient": "top", "gradientLength": 180}
     )
-    number = {"mark": "text", "encoding": {"text": {"field": field, "format": ".2f"}}}
-    return _map(
-        op,
-        [{"mark": "rect", "encoding": {"color": color}}, number],
-        transform=[{"filter": f"isValid(datum.{field})"}],
-    )
+    number = {"mark": {"type": "text"},
+              "encoding": {"text": {"field": field, "format": ".2f"}}}  # fmt: skip
+    return _map(op, "gains", [{"mark": "rect", "encoding": {"color": color}}, number])
 
 
 def _log(field: str, title: str, **more: Any) -> Spec:
@@ -279,6 +308,7 @@ def _accuracy() -> Spec:
     legend = {"orient": "top", "format": "~r", "gradientLength": 180, "values": [0.001, 0.01, 0.1]}
     scale = {"type": "log", "range": "heatmap", "clamp": True, "domain": [0.001, 0.3]}
     return {
+        "name": "errors_map",
         "transform": [{"calculate": "datum[error]", "as": "shown"}],
         "width": {"step": 52},
         "height": {"step": 22},
@@ -286,7 +316,7 @@ def _accuracy() -> Spec:
             "x": _channel("distribution", "nominal", "distribution",
                           sort=[f"X{i}" for i in range(1, 33)],
                           axis={"labelAngle": 0, "grid": False}),
-            "y": _channel("arithmetic", "nominal", None, axis={"grid": False}),
+            "y": _channel("arithmetic", "nominal", None, axis={"grid": False, "orient": "right"}),
             "tooltip": _hints("arithmetic", "distribution", "typical_row_err", "row_err",
                               "row_p99", "mean_rel_err", "mean_shift", "shapes"),
         },
@@ -409,6 +439,17 @@ def held_pictures() -> dict[str, Spec]:
     }
 
 
+def columns_of(survey: Survey) -> dict[str, int]:
+    """The largest number of columns of an op's maps, whatever form and m are selected."""
+    found: dict[tuple[str, Any, Any], set[Any]] = {}
+    x_of = {op["op"]: op["axes"][0] for op in survey.ops}
+    for row in survey.choices:
+        x = x_of[row["op"]]
+        place = row["op"], row["form"], None if x == "m" else row["m"]
+        found.setdefault(place, set()).add(row[x])
+    return {op: max(len(its) for (of, *_), its in found.items() if of == op) for op in x_of}
+
+
 def page_specs(survey: Survey) -> dict[str, Spec]:
     """One spec with all pictures of each op, and under "" that of all ops."""
 
@@ -418,9 +459,7 @@ def page_specs(survey: Survey) -> dict[str, Spec]:
     specs = {}
     for op in survey.ops:
         base, views = op_pictures(survey, op)
-        maps = {"hconcat": titled(views, "winners", "gains"), "resolve": _INDEPENDENT}
-        rest = [name for name in views if name not in ("winners", "gains")]
-        concat = [maps | {"spacing": 40}, *titled(views, *rest)]
+        concat = titled(views, *views)
         specs[op["op"]] = base | {"description": f"Pictures of {op['op']}", "vconcat": concat}
     views = held_pictures()
     specs[""] = {

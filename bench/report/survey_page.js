@@ -21,9 +21,34 @@ function tablesOf(op) { // the rows of tables are the data of pictures
   return Object.fromEntries(tables.map((table) => [table.dataset.name, rowsOf(table)]));
 }
 
-const draw = (place, op) => vegaEmbed(place, {...data.specs[op], datasets: tablesOf(op)}, {
+// Maps as wide as the page at most, and their texts only as large as a cell holds.
+function fitted(view, step) {
+  if (Array.isArray(view)) return view.map((part) => fitted(part, step));
+  if (view === null || typeof view !== "object") return view;
+  const parts = Object.entries(view).map(([name, part]) =>
+    [name, ["vconcat", "layer"].includes(name) ? fitted(part, step) : part]);
+  const found = Object.fromEntries(parts);
+  if (/_map$/.test(view.name ?? "")) {
+    if (view.name === "errors_map") step = Math.min(view.width.step, (room() / 2 - LABELS) / DISTRIBUTIONS);
+    const size = Math.min(12, step / {winners_map: 1, gains_map: 2.5, errors_map: 3}[view.name]);
+    found.width = {step};
+    found.layer.at(-1).mark = {...found.layer.at(-1).mark, type: "text", fontSize: size, opacity: size < 6 ? 0 : 1};
+  } else if (typeof view.width === "number") {
+    const labels = view.height?.step ? room() / 2 + 20 : LABELS; // of rows with names, or numbers
+    found.width = Math.min(view.width, Math.max(room() - labels, LABELS));
+  }
+  return found;
+}
+const LABELS = 112; // pixels beside a map, for labels of its rows
+const DISTRIBUTIONS = 13; // at most, beside labels on half of the width
+const room = () => document.getElementById("pictures").clientWidth;
+const stepOf = (op) => Math.min(data.cell, (room() - LABELS) / (data.columns[op] ?? 1));
+
+const themed = (theme) => ({...theme, axis: {...theme.axis, labelLimit: Math.min(theme.axis.labelLimit, room() / 2 - 16)}});
+
+const draw = (place, op) => vegaEmbed(place, {...fitted(data.specs[op], stepOf(op)), datasets: tablesOf(op)}, {
   mode: "vega-lite", actions: false, ast: true, renderer: "svg", bind: "#params",
-  config: data.themes[dark.matches ? "dark" : "light"]});
+  config: themed(data.themes[dark.matches ? "dark" : "light"])});
 
 function filter() {
   const words = asked.text.value.toLowerCase().split(" ");

@@ -32,7 +32,10 @@ def page_of(survey: Survey) -> str:
     page = Path(__file__).with_suffix(".html")
     scripts = [script_of(charts.bundle()), script_of(page.with_suffix(".js").read_text("utf-8"))]
     specs = charts.page_specs(survey)
-    content = {"themes": {name: charts.config_of(name) for name in charts.THEMES}, "specs": specs}
+    content = {
+        "themes": {name: charts.config_of(name) for name in charts.THEMES}, "specs": specs,
+        "cell": charts.CELL, "columns": charts.columns_of(survey),
+    }  # fmt: skip
     largest = max(survey.ops, key=lambda op: op["problems"])["op"]
     return rendered(
         page,

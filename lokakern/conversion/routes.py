@@ -323,7 +323,7 @@ def _judged(candidate: Candidate, verdict: Verdict | None, device: Device) -> Ca
         }
     where = "the site" if errors else ""
     return replace(
-        candidate, errors=errors, worst_distribution=where, error_unknown=reason, errors_of_n=0
+        candidate, errors=errors, worst_distribution=where, error_unknown=reason, errors_at=""
     )
 
 

@@ -10,7 +10,7 @@ import functools
 import itertools
 import operator
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, ClassVar
@@ -19,15 +19,20 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from lokakern.errors import UnsupportedError
+from lokakern.errors import UnknownNameError, UnsupportedError
 from lokakern.mods.editor import Editor, Mod, site_of
 from lokakern.nn.adoption import resize
 from lokakern.nn.linear import Linear, Routed
-from lokakern.nn.module_scan import Joined
+from lokakern.nn.module_scan import Joined, inner_layers
 from lokakern.nn.token_mixing import mix_tokens
 from lokakern.nn.traced_forward import forward_of, traced, writes
+from lokakern.render.did_you_mean import did_you_mean
 
 _PLAIN = (nn.Linear, Linear)
+
+
+_Round = tuple[Tensor | None, tuple[int | bool, ...], dict[int, Tensor]]
+_NOTHING: _Round = (None, (), {})
 
 
 class FusedLinear(Joined, Routed):
@@ -38,11 +43,35 @@ class FusedLinear(Joined, Routed):
     def __init__(self, parts: list[nn.Linear]) -> None:
         super().__init__(parts)
         self.is_mixing = all(getattr(part, "is_mixing", False) for part in parts)
+        self._round = _NOTHING
         self.changed()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the outputs of a call, which are of autograd."""
+        return {**super().__getstate__(), "_round": _NOTHING}
 
     def weight(self) -> Tensor:
         """The weights, concatenated along n."""
         return torch.cat(tuple(part.weight for part in self.parts))
+
+    def shared(self, place: int, input: Tensor) -> Tensor:
+        """The output of one layer, whose turn with this input may have come before.
+
+        The first layer that is called with an input multiplies for all. Outputs are kept until each
+        was taken once, or another input, a write to it or to a parameter, or another mode of
+        gradients comes.
+        """
+        inputs = (input, *(p for part in self.parts for p in part.parameters()))
+        if torch.compiler.is_compiling() or any(x.is_inference() for x in inputs):
+            part = self.parts[place]  # nothing tells of writes
+            return functional.linear(input, part.weight, part.bias)
+        state = (*(x._version for x in inputs), torch.is_grad_enabled())
+        kept, its_state, outputs = self._round
+        if kept is not input or its_state != state or place not in outputs:
+            outputs = dict(enumerate(self(input)))
+        output = outputs.pop(place)
+        self._round = (input, state, outputs) if outputs else _NOTHING
+        return output
 
     def forward(self, input: Tensor) -> tuple[Tensor, ...]:
         """The output of each layer."""
@@ -72,6 +101,17 @@ class FusedLinear(Joined, Routed):
     def extra_repr(self) -> str:
         n, k, _, _ = self.product_shape()
         return f"{len(self.parts)} layers, k={k}, n={n}, {self.route_words()}"
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """The forward of a layer of a declared group."""
+
+    fused: FusedLinear
+    place: int
+
+    def __call__(self, input: Tensor) -> Tensor:
+        return self.fused.shared(self.place, input)
 
 
 class BatchedLinear(Joined):
@@ -115,7 +155,7 @@ class _Joining(Mod):
     effect: ClassVar[str]
 
     @abstractmethod
-    def groups(
+    def calls(
         self, layers: dict[fx.Node, nn.Linear], written: dict[fx.Node, int]
     ) -> list[list[fx.Node]]:
         """Calls of layers to replace by one.
@@ -131,23 +171,28 @@ class _Joining(Mod):
         ):
             layers = _layers(graph, parent, editor, name)
             written = itertools.accumulate(writes(node, parent) for node in graph.nodes)
-            groups = self.groups(layers, dict(zip(graph.nodes, written, strict=True)))
-            for number, nodes in enumerate(groups):
-                fused = self.kind([layers[node] for node in nodes])
-                child = f"{self.kind.__name__.lower()}_{number}"
-                while hasattr(parent, child):
-                    child += "_"
-                site = site_of(name, child)
-                editor.set(parent, child, fused)
-                if isinstance(fused, Routed):
-                    undo = functools.partial(resize, fused, (), f"{self} of {site}")
-                    editor.do(lambda: None, undo)
-                _replace(graph, nodes, child, is_shared=self.kind is FusedLinear)
+            groups = self.calls(layers, dict(zip(graph.nodes, written, strict=True)))
+            for nodes in groups:
                 names = ", ".join(str(node.target) for node in nodes)
-                after = f"{self.kind.__name__} of {len(nodes)}"
-                editor.done(self, site, names, after, self.effect)
+                parts = [layers[node] for node in nodes]
+                child = self._install(editor, parent, name, parts, names)
+                _replace(graph, nodes, child, is_shared=self.kind is FusedLinear)
             if groups:
                 editor.set(parent, "forward", MethodType(forward_of(parent, graph), parent))
+
+    def _install(
+        self, editor: Editor, parent: nn.Module, name: str, parts: list[nn.Linear], names: str
+    ) -> str:
+        """Make layers one module, a child of another one; returns the name of the child."""
+        fused = self.kind(parts)
+        stem = self.kind.__name__.lower()
+        child = next(x for i in itertools.count() if not hasattr(parent, x := f"{stem}_{i}"))
+        site = site_of(name, child)
+        editor.set(parent, child, fused)
+        if isinstance(fused, Routed):
+            editor.do(lambda: None, functools.partial(resize, fused, (), f"{self} of {site}"))
+        editor.done(self, site, names, f"{self.kind.__name__} of {len(parts)}", self.effect)
+        return child
 
 
 @dataclass(frozen=True)
@@ -156,11 +201,68 @@ class FuseShared(_Joining):
 
     Exact: each output has the same sums. The input is read, and quantized, once. It may be an item
     of an input that is a list or a dictionary, read by index, key or unpacking.
+
+    Where tracing does not find such layers, because the forward branches, or they are called in
+    several modules, ``groups`` declares them. The first that is called with a tensor then
+    multiplies for all of its group: each layer should be called once with it. Compiled models
+    multiply the layers of declared groups apart, unquantized.
+
+    Args:
+        groups: Names of layers in the model, at least two in a group.
     """
 
+    groups: Sequence[Sequence[str]] = ()
     kind, effect = FusedLinear, "one product for all that read the tensor"
 
-    def groups(
+    def edit(self, editor: Editor) -> None:
+        for names in self.groups:
+            self._declare(editor, names)
+        super().edit(editor)
+
+    def _declare(self, editor: Editor, names: Sequence[str]) -> None:
+        """Fuse a declared group.
+
+        Raises:
+            UnknownNameError: The model has no such layer, or a name is given twice.
+            UnsupportedError: Layers that are not plain, not alike, or parts of another group.
+        """
+        known: dict[str, Any] = dict(editor.model.named_modules())
+        inner = inner_layers(editor.model)
+        if isinstance(names, str) or len(set(names)) < 2 or len(set(names)) < len(names):
+            raise UnknownNameError(f"{self}: group {names!r} needs at least two names, each once")
+        for name in names:
+            if name not in known:
+                raise UnknownNameError(
+                    f"{self}: the model has no layer {name!r}; {did_you_mean(name, known)}names "
+                    "are those of named_modules"
+                )
+            layer = known[name]
+            if type(layer) not in _PLAIN or id(layer) in inner or "forward" in vars(layer):
+                raise UnsupportedError(
+                    f"{self}: {name} is no linear layer that is called itself, but {layer!r:.80}"
+                )
+        layers = [known[name] for name in names]
+        kinds = {(x.in_features, x.bias is None, x.weight.dtype, x.weight.device) for x in layers}
+        is_changed = any(getattr(x, "padding", (0, 0)) != (0, 0) for x in layers)
+        if len(kinds) > 1 or is_changed or any(getattr(x, "is_mixing", False) for x in layers):
+            raise UnsupportedError(
+                f"{self}: {', '.join(names)} differ in k, bias, dtype or device, or were changed"
+            )
+        if not all(editor.accepts(layer, name) for layer, name in zip(layers, names, strict=True)):
+            return
+        owner = _owner_of(names, known)
+        if owner is None:
+            raise UnsupportedError(
+                f"{self}: {', '.join(names)} are in no module that may take a child for them, as "
+                "torch's containers call all of their children; put the model into a module"
+            )
+        parent = known[owner]
+        child = self._install(editor, parent, owner, layers, ", ".join(names))
+        fused = getattr(parent, child)
+        for place, layer in enumerate(layers):
+            editor.set(layer, "forward", _Turn(fused, place))
+
+    def calls(
         self, layers: dict[fx.Node, nn.Linear], written: dict[fx.Node, int]
     ) -> list[list[fx.Node]]:
         """Calls with the same input, between which nothing is written."""
@@ -183,7 +285,7 @@ class BatchEqual(_Joining):
 
     kind, effect = BatchedLinear, "one batched product for all of the shape"
 
-    def groups(
+    def calls(
         self, layers: dict[fx.Node, nn.Linear], written: dict[fx.Node, int]
     ) -> list[list[fx.Node]]:
         """Greedily, in order: a call joins the first group of its shape it does not depend on."""
@@ -250,6 +352,18 @@ class MixTokens(Mod):
             editor.set_of_linear(layer, "is_mixing", True)
             effect = "nothing is transposed to be multiplied"
             editor.done(self, site, f"{before} of x.mT", "W @ x", effect)
+
+
+def _owner_of(names: Sequence[str], known: Mapping[str, nn.Module]) -> str | None:
+    """The innermost module around some layers that is none of torch's; None without one."""
+    paths = [name.split(".")[:-1] for name in names]
+    levels = map(set, zip(*paths, strict=False))
+    common = [*itertools.chain(*itertools.takewhile(lambda words: len(words) == 1, levels))]
+    for length in range(len(common), -1, -1):
+        owner = ".".join(common[:length])
+        if not type(known[owner]).__module__.startswith("torch."):
+            return owner
+    return None
 
 
 def _read(node: Any) -> Any:

@@ -32,7 +32,10 @@ FEWEST_SEEDS = 3  # a bound is the largest error of so many seeds
 # file they differ by at most 13 % (row_p99: 19 %). See DESIGN.md. Unquantized products are those of
 # a library, which may use other kernels if ALIGNMENT_OF_N does not divide n: errors of cuBLAS at
 # n = 900 are up to 1.4 times those at 904.
-WIDE, ERRORS_OF_ANOTHER_N, ALIGNMENT_OF_N = 256, 1.25, 8
+WIDE, ERRORS_ELSEWHERE, ALIGNMENT_OF_N = 256, 1.25, 8
+# Errors of a quantizer are those of rounding: by emulation, from k = 64 to 8192, they differ from
+# those at k = 512 by at most 21 % (one scale for all of x, on X14; other scales: 8 %).
+ROUNDING_OPS, ALIKE_K = ("quantize", "norm_quantize"), 16
 CARRIED = ("row_err", "row_p99", "rel_err")
 LIMIT_COLUMNS = {
     "row_err": "row_err_upper",
@@ -122,7 +125,7 @@ class Candidate:
     errors_verified: bool = True
     has_unverified: bool = False  # whether any time is unverified
     failed_here: frozenset[int] = frozenset()  # the m in `failed` that rest on verified rows
-    errors_of_n: int = 0  # the n of the errors, if it is another
+    errors_at: str = ""  # where errors are from, if from another n, or k of a quantizer
     set_aside: tuple[str, ...] = ()  # unverified failures that verified rows refute
     errors_predicted: bool = False  # a bound from other n and k
     estimated: str = ""  # what the times are made of, if the kernel itself was not timed
@@ -188,7 +191,7 @@ class Bounds:
     errors: dict[str, float]
     worst_distribution: str
     is_verified: bool = True
-    n: int = 0  # where they were measured, if at another n
+    elsewhere: str = ""  # where they were measured, if at another n, or k of a quantizer
     set_aside: str = ""  # the largest claimed row error that is disregarded
     is_predicted: bool = False  # from other n and k
 
@@ -258,7 +261,7 @@ def candidate_of(
     found = errors_or_reason(row, problem, evidence)
     unknown = found if isinstance(found, str) else ""
     bounds = Bounds({}, "") if isinstance(found, str) else found
-    wrong = _wrong(row, problem, bounds.n, evidence)
+    wrong = _wrong(row, problem, evidence, is_elsewhere=bool(bounds.elsewhere))
     if wrong is not None:
         words, cell = wrong
         if not (cell.tier and (is_baseline or (is_ours and bounds.is_verified))):
@@ -268,7 +271,7 @@ def candidate_of(
     return Candidate(
         name, kernel, granularity, times, failed, bounds.errors, bounds.worst_distribution, unknown,
         unquantized, bounds.is_verified, not all(time.is_verified for time in times.values()), ours,
-        bounds.n, tuple(set_aside),
+        bounds.elsewhere, tuple(set_aside),
     )  # fmt: skip
 
 
@@ -420,7 +423,8 @@ def _rank(cell: TimingCell | AccuracyCell, fresh: str) -> tuple[bool | int, ...]
 def errors_or_reason(kernel: KernelRow, problem: Problem, evidence: Evidence) -> Bounds | str:
     """Largest bounds of a kernel's numerics class, or why there are none.
 
-    Errors measured here at the problem come first, then those at another n, then imported ones.
+    Errors measured here at the problem come first, then those at another n, or k of a quantizer,
+    then imported ones.
     """
     from lokakern.registry.schema.row_keys import key_of
 
@@ -433,10 +437,15 @@ def errors_or_reason(kernel: KernelRow, problem: Problem, evidence: Evidence) ->
     for ours_only in (True, False) if facts.has_quarantined else (True,):
         found = bounds_or_reason(kernel, problem, asked, evidence, ours_only)
         if isinstance(found, str) and not _is_tried(kernel, asked, evidence, ours_only):
-            found = _of_another_n(kernel, problem, evidence, ours_only) or found
+            found = _elsewhere(kernel, problem, evidence, ours_only) or found
         if isinstance(found, Bounds):
             break
-    if isinstance(found, Bounds) and found.n and found.is_verified and facts.has_quarantined:
+    if (
+        isinstance(found, Bounds)
+        and found.elsewhere
+        and found.is_verified
+        and facts.has_quarantined
+    ):
         heard = bounds_or_reason(kernel, problem, asked, evidence, False)
         if isinstance(heard, Bounds) and heard.errors["row_err"] > found.errors["row_err"]:
             words = f"row_err {heard.errors['row_err']:.4g} on {heard.worst_distribution}"
@@ -446,18 +455,19 @@ def errors_or_reason(kernel: KernelRow, problem: Problem, evidence: Evidence) ->
 
 
 def _wrong(
-    kernel: KernelRow, problem: Problem, other_n: int, evidence: Evidence
+    kernel: KernelRow, problem: Problem, evidence: Evidence, *, is_elsewhere: bool
 ) -> tuple[str, AccuracyCell] | None:
     """A wrong result or crash of the kernel itself, on any distribution and in any grade.
 
-    If errors of another n are used, at any n. One measured here comes before an imported one.
+    If errors of another size are used, at any. One measured here comes before an imported one.
     """
     from lokakern.registry.schema.row_keys import key_of
 
     stored = evidence.asked(problem)
     places = [(key_of(stored), "")]
-    if other_n:
-        places += [(key, f" at n={n}") for n, key in evidence.facts.accuracies_like(stored)]
+    if is_elsewhere:
+        axis, sizes = _alike(stored, evidence)
+        places += [(key, f" at {axis}={size}") for size, key in sizes]
     heard = None
     for key, where in places:
         own = evidence.facts.accuracy_cells(evidence.device.architecture, kernel.name, key)
@@ -481,24 +491,38 @@ def _is_tried(kernel: KernelRow, asked: str, evidence: Evidence, ours_only: bool
     return any(not (ours_only and c.tier) for c in _cells_of_class(kernel, asked, evidence))
 
 
-def _of_another_n(
+def _alike(asked: Problem, evidence: Evidence) -> tuple[str, list[tuple[int, str]]]:
+    """An axis on which errors hardly depend, and its sizes with errors and the keys of problems."""
+    if asked.op in ROUNDING_OPS:
+        return "k", [(k, key) for _, k, key in evidence.facts.accuracies_of_form(asked)]
+    return "n", evidence.facts.accuracies_like(asked)
+
+
+def _elsewhere(
     kernel: KernelRow, problem: Problem, evidence: Evidence, ours_only: bool
 ) -> Bounds | None:
-    """Bounds at the nearest n with equal row errors, times `ERRORS_OF_ANOTHER_N`."""
+    """Bounds at the nearest size with equal row errors, times `ERRORS_ELSEWHERE`.
+
+    That is another n of a GEMM, or another k of a quantizer.
+    """
     asked = evidence.asked(problem)
-    if asked.op != "gemm" or asked.n < WIDE:
+    axis, sizes = _alike(asked, evidence)
+    here = getattr(asked, axis)
+    if asked.op in ROUNDING_OPS:
+        sizes = [(k, key) for k, key in sizes if here / ALIKE_K <= k <= here * ALIKE_K]
+    elif asked.op == "gemm":
+        step = ALIGNMENT_OF_N if Granularity(kernel.granularity) is Granularity.NONE else 1
+        is_wide = here >= WIDE and here % step == 0
+        sizes = [(n, key) for n, key in sizes if is_wide and n >= WIDE and n % step == 0]
+    else:
         return None
-    step = ALIGNMENT_OF_N if Granularity(kernel.granularity) is Granularity.NONE else 1
-    if asked.n % step:
-        return None
-    like = evidence.facts.accuracies_like(asked)
-    others = [(n, key) for n, key in like if n >= WIDE and n % step == 0]
-    for n, key in sorted(others, key=lambda other: (abs(math.log(other[0] / asked.n)), other)):
-        found = bounds_or_reason(kernel, replace(problem, n=n), key, evidence, ours_only)
+    for size, key in sorted(sizes, key=lambda other: (abs(math.log(other[0] / here)), other)):
+        there = replace(problem, n=size) if axis == "n" else replace(problem, k=size)
+        found = bounds_or_reason(kernel, there, key, evidence, ours_only)
         if isinstance(found, Bounds):
-            errors = {limit: ERRORS_OF_ANOTHER_N * found.errors[limit] for limit in CARRIED}
-            errors["sqnr_db"] = found.errors["sqnr_db"] - 20 * math.log10(ERRORS_OF_ANOTHER_N)
-            return replace(found, errors=errors, n=n, set_aside="")
+            errors = {limit: ERRORS_ELSEWHERE * found.errors[limit] for limit in CARRIED}
+            errors["sqnr_db"] = found.errors["sqnr_db"] - 20 * math.log10(ERRORS_ELSEWHERE)
+            return replace(found, errors=errors, elsewhere=f"{axis}={size}", set_aside="")
     return None
 
 

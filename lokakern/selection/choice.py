@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lokakern.device import current_device
 from lokakern.errors import UnsupportedError
 from lokakern.registry.register import Kernel, load_kernels
-from lokakern.selection.candidates import ERRORS_OF_ANOTHER_N
+from lokakern.selection.candidates import ERRORS_ELSEWHERE
 from lokakern.selection.remedies import miss_words
 from lokakern.selection.table import Pick, Table
 from lokakern.types import REALISTIC_DISTRIBUTIONS, Problem
@@ -169,9 +169,9 @@ class Choice:
         if pick.candidate:
             if pick.candidate.errors_predicted:
                 lines.append("  error: a bound from measurements at other n and k")
-            if pick.candidate.errors_of_n:
-                lines.append(f"  error: {ERRORS_OF_ANOTHER_N:g} times what was measured at "
-                             f"n={pick.candidate.errors_of_n} and the same k")  # fmt: skip
+            if pick.candidate.errors_at:
+                lines.append(f"  error: {ERRORS_ELSEWHERE:g} times what was measured at "
+                             f"{pick.candidate.errors_at}, other sizes equal")  # fmt: skip
             if not pick.candidate.errors_verified:
                 lines.append("  error: imported and not verified: the worse of it and of what is "
                              "known here of such arithmetic")  # fmt: skip

@@ -516,7 +516,8 @@ def _build(
     )
     candidates, host = with_host_costs(candidates, problem, costs, is_training=is_training)
     predicted: Forecast | None = None
-    if predicts and budget is not None and timed == default_regime(target):
+    asks = budget is not None or problem.op != "gemm"  # whose unquantized kernel is no choice
+    if predicts and asks and timed == default_regime(target):
         model = model_of(target)
         if model is not None and model.content.regime == timed:
             from lokakern.selection.prediction.forecast import forecast

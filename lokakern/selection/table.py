@@ -128,7 +128,7 @@ class Table:
             starts += _changes(low, high, pick)
         if measured:
             starts += [measured[0], measured[-1], measured[-1] + 1]
-        if self.forecast is not None and self.budget is not None:
+        if self.forecast is not None:
             starts += [
                 m for m in self.forecast.changes
                 if not (measured and measured[0] <= m <= measured[-1])
@@ -197,13 +197,19 @@ class Table:
         names = tuple(sorted(x.candidate.name for x in tied if x is not chosen))
         return Pick(*chosen, names, tuple(rejected))
 
-    def _predicted(self, m: int, problem: Problem, note: str, base: Candidate) -> Pick | None:
+    def _predicted(
+        self, m: int, problem: Problem, note: str, base: Candidate | None
+    ) -> Pick | None:
         """The choice by predicted times, where no kernel has a measured one; None if there is none.
 
-        Without a budget there is no choice to make.
+        Args:
+            m: Asked for.
+            problem: At an m like it.
+            note: Why nothing measured answers.
+            base: What runs where a prediction is shown only.
         """
         forecast = self.forecast
-        if forecast is None or self.budget is None or not forecast.covers(m):
+        if forecast is None or not forecast.covers(m):
             return None
         if any(c.time_at(m) is not None for c in self.candidates):
             return None
@@ -306,6 +312,9 @@ class Table:
         Kernels of libraries are excluded from the latter: nothing is known of them at this problem.
         """
         note = self._miss_words(m)
+        predicted = self._predicted(m, problem, note, None)
+        if predicted is not None:
+            return predicted
         if self.budget is not None:
             limit = next(iter(self.budget.limits))
             usable = [

@@ -22,7 +22,6 @@ from lokakern.workloads.distributions import distribution_named
 from lokakern.workloads.suites import Case
 
 if TYPE_CHECKING:
-    from lokakern.registry.schema.records import KernelRow
     from lokakern.registry.snapshot.cells import AccuracyCell, AccuracyHead, TimingHead
     from lokakern.registry.snapshot.snapshot import Snapshot
 
@@ -39,10 +38,15 @@ def without_superseded(
 ) -> list[tuple[Head, str]]:
     """Rows with their words, `OLDER` where the word of another at the same place comes first."""
     best: dict[Hashable, str] = {}
-    for head, word in found:
-        here = place(head)
-        best[here] = min(best.get(here, word), word, key=WORDS.index)
-    return [(head, word if word == best[place(head)] else OLDER) for head, word in found]
+    places = [place(head) for head, _ in found]
+    for here, (_, word) in zip(places, found, strict=True):
+        known = best.setdefault(here, word)
+        if known != word:  # of few
+            best[here] = min(known, word, key=WORDS.index)
+    return [
+        (head, word if word == best[here] else OLDER)
+        for here, (head, word) in zip(places, found, strict=True)
+    ]
 
 
 class Staleness:
@@ -56,7 +60,7 @@ class Staleness:
     def __init__(self, facts: Snapshot, device: Device, regime: str) -> None:
         self._facts, self._device = facts, device
         self._local = device in devices_here()
-        self._words: dict[tuple[KernelRow, str, str], str] = {}
+        self._words: dict[tuple[int, str, str], str] = {}
         self._errors: dict[tuple[Problem, ErrorClass], list[tuple[AccuracyCell, str]]] = {}
         self._problem_key = functools.cache(key_of)  # needed for many classes of each problem
         found = [(head, self.word(head)) for head in facts.timing_heads(device, regime)]
@@ -68,12 +72,16 @@ class Staleness:
         self.times = {facts.problem(key): words for key, words in by_problem.items()}
 
     def word(self, cell: AccuracyCell | TimingHead | AccuracyHead) -> str:
-        """The word for a row, cached by kernel, environment and tier."""
-        key = (cell.kernel, cell.environment, cell.tier)
-        if key not in self._words:
+        """The word for a row, cached by kernel, environment and tier.
+
+        A snapshot keeps one object for each kernel, and to hash 95k of them would take 0.3 s.
+        """
+        key = (id(cell.kernel), cell.environment, cell.tier)
+        found = self._words.get(key)
+        if found is None:
             word = freshness_of(cell, self._local, self._facts)
-            self._words[key] = "unverified" if cell.tier and word != "stale" else word
-        return self._words[key]
+            found = self._words[key] = "unverified" if cell.tier and word != "stale" else word
+        return found
 
     def errors(self, asked: Problem, which: ErrorClass) -> list[tuple[AccuracyCell, str]]:
         """All errors of a numerics class at an accuracy problem, with their freshness."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,13 @@ from torch.nn import functional
 
 import lokakern
 from lokakern import mods
-from lokakern.errors import FormatError, LokakernError, ShapeError, UnknownNameError
+from lokakern.errors import (
+    FormatError,
+    LokakernError,
+    ShapeError,
+    UnknownNameError,
+    UnsupportedError,
+)
 from lokakern.mods.editor import Editor
 from lokakern.mods.together import FusedLinear
 from lokakern.nn.linear import Linear
@@ -752,3 +759,122 @@ def test_a_report_prints_a_table_and_gives_rows(capsys: pytest.CaptureFixture[st
         "mod", "site", "before", "after", "is_exact", "effect", "is_done",
     }  # fmt: skip
     assert repr(report) == f"Report({len(report.changed)} changes, 1 left alone)"
+
+
+class Branching(nn.Module):
+    """A forward that no trace can follow, with layers in two modules that read one tensor."""
+
+    def __init__(self, inner: int = 8) -> None:
+        super().__init__()
+        self.query = nn.Linear(16, inner)
+        self.heads = nn.ModuleList([nn.Linear(16, 24), nn.Linear(16, 16)])
+        self.is_writing = False
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        if x.sum() > 1e9:
+            x = x + 1
+        first = self.query(x)
+        if self.is_writing:
+            x.mul_(2)
+        return [first, *(head(x) for head in self.heads)]
+
+
+GROUP = ("query", "heads.0", "heads.1")
+
+
+def test_a_declared_group_multiplies_once_where_no_trace_finds_it() -> None:
+    model, x = Branching(), torch.randn(5, 16)
+    expected = model(x)
+    sum(y.square().sum() for y in expected).backward()
+    gradient = model.query.weight.grad.clone()
+    assert not mods.apply(model, [mods.FuseShared()]).changed
+    report = mods.apply(model, [mods.FuseShared(groups=[GROUP])])
+    (change,) = report.changed
+    assert (change.site, change.before) == ("fusedlinear_0", "query, heads.0, heads.1")
+    assert [*model.state_dict()] == [*Branching().state_dict()]
+    calls: list[int] = []
+    model.fusedlinear_0.register_forward_hook(lambda *_: calls.append(1))
+    model.zero_grad()
+    outputs = model(x)
+    torch.testing.assert_close(outputs, expected)
+    assert len(calls) == 1 and model.fusedlinear_0._round[0] is None, "nothing is kept"
+    sum(y.square().sum() for y in outputs).backward()
+    torch.testing.assert_close(model.query.weight.grad, gradient)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.heads[0].weight.zero_()
+        other.heads[0].bias.zero_()
+    assert not other(x)[1].any() and model(x)[1].any()
+    handle = lokakern.convert(model, 0.06)
+    assert "fusedlinear_0" in handle.sites and "query" in handle.skipped
+    handle.undo()
+    report.undo()
+    torch.testing.assert_close(model(x), expected)
+
+
+def test_a_kept_output_is_that_of_the_input_and_weight_as_they_are() -> None:
+    model, x = Branching(), torch.randn(5, 16)
+    mods.apply(model, [mods.FuseShared(groups=[GROUP])])
+    model.is_writing = True
+    expected = [part(y) for part, y in zip(parts_of(model), (x, 2 * x, 2 * x), strict=True)]
+    torch.testing.assert_close(model(x.clone()), expected)
+    first = model.query(x)
+    assert model.query(x) is not first, "the same layer again"
+    with torch.no_grad():
+        model.heads[1].weight.zero_()
+    assert torch.equal(model.heads[1](x), model.heads[1].bias.expand(5, 16))
+    model.query(x)
+    with torch.no_grad():
+        assert not model.heads[0](x).requires_grad
+    model.query(x)
+    assert model.heads[0](x).requires_grad
+    with torch.inference_mode():
+        torch.testing.assert_close(model(x.clone())[0], expected[0])
+
+
+def parts_of(model: Branching) -> list[Any]:
+    """The products of each layer alone."""
+    layers = [model.query, *model.heads]
+    return [functools.partial(functional.linear, weight=x.weight, bias=x.bias) for x in layers]
+
+
+def test_a_compiled_declared_group_multiplies_apart() -> None:
+    model, x = Branching(), torch.randn(5, 16)
+    expected = model(x)
+    mods.apply(model, [mods.FuseShared(groups=[GROUP])])
+    compiled = torch.compile(model, backend="eager")
+    torch.testing.assert_close(compiled(x), expected)
+    model.is_writing = True
+    torch.testing.assert_close(compiled(x.clone()), model(x.clone()))
+
+
+@pytest.mark.parametrize(
+    ("groups", "error", "words"),
+    [
+        ([("query", "heads.7")], UnknownNameError, "no layer 'heads.7'; did you mean 'heads."),
+        ([("query",)], UnknownNameError, "at least two names"),
+        (["query"], UnknownNameError, "at least two names"),
+        ([("query", "heads")], UnsupportedError, "heads is no linear layer"),
+        (
+            [GROUP, ("query", "heads.0")],
+            UnsupportedError,
+            "query is no linear layer that is",
+        ),
+        ([("query", "other")], UnsupportedError, "differ in k"),
+    ],
+)
+def test_a_group_that_cannot_be_fused_is_told_and_nothing_changes(
+    groups: Any, error: type[Exception], words: str
+) -> None:
+    model = Branching()
+    model.other = nn.Linear(8, 8)
+    with pytest.raises(error, match=re.escape(words)):
+        mods.apply(model, [mods.FuseShared(groups=groups)])
+    assert not hasattr(model, "fusedlinear_0") and "forward" not in vars(model.query)
+
+
+def test_a_container_of_torch_gets_no_child() -> None:
+    """It would call the child."""
+    pair = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    with pytest.raises(UnsupportedError, match="containers call all of their children"):
+        mods.apply(pair, [mods.FuseShared(groups=[("0", "1")])])

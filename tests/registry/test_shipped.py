@@ -38,7 +38,7 @@ from lokakern.selection import dispatcher
 from lokakern.selection.candidates import (
     ALIGNMENT_OF_N,
     CARRIED,
-    ERRORS_OF_ANOTHER_N,
+    ERRORS_ELSEWHERE,
     LIMIT_COLUMNS,
     WIDE,
 )
@@ -366,7 +366,7 @@ def test_removing_a_library_changes_only_choices(
 
 
 def test_errors_hardly_depend_on_n_where_dispatch_says_so(path: Path) -> None:
-    """`ERRORS_OF_ANOTHER_N` covers every two that were measured, whichever stands for the other."""
+    """`ERRORS_ELSEWHERE` covers every two that were measured, whichever stands for the other."""
     columns = [LIMIT_COLUMNS[limit] for limit in CARRIED]
     worst = ", ".join(f"max(e.{column})" for column in columns)
     form = "p.k, p.a, p.b, p.out_format, k.granularity, k.b_granularity, k.accumulation"
@@ -387,7 +387,7 @@ def test_errors_hardly_depend_on_n_where_dispatch_says_so(path: Path) -> None:
         apart = max(
             max(e[place] for e in errors) / min(e[place] for e in errors) for errors in several
         )
-        assert 1.0 < apart <= ERRORS_OF_ANOTHER_N, limit
+        assert 1.0 < apart <= ERRORS_ELSEWHERE, limit
 
 
 # --- an H100, and what two files give together

@@ -260,7 +260,7 @@ def test_errors_of_another_n_are_used_with_a_margin(book: Book) -> None:
     choice = ask()
     assert choice.kernel == ROW
     assert choice.errors["row_err"] == pytest.approx(0.05), "of the nearest n, which is 300"
-    assert "1.25 times what was measured at n=300 and the same k" in choice.explain()
+    assert "1.25 times what was measured at n=300, other sizes equal" in choice.explain()
     assert ask(budget=0.045).rejected[ROW].startswith("row_err 0.0500 > 0.045")
     book.write(accuracy(ROW, problem, 0.03))
     assert ask().errors["row_err"] == pytest.approx(0.03)
@@ -269,6 +269,26 @@ def test_errors_of_another_n_are_used_with_a_margin(book: Book) -> None:
         time(BF16, narrow, 20.0), time(TENSOR, narrow, 10.0), accuracy(TENSOR, problem, 0.03)
     )
     assert dispatch("gemm", narrow.shape, 0.06, device="NVIDIA H200").kernel == BF16
+
+
+def test_errors_of_a_quantizer_at_another_k_are_used_with_a_margin(book: Book) -> None:
+    """Times 1.25, up to 16 times as far, and none where the kernel was wrong at any k."""
+    quantize = functools.partial(dispatch, "quantize", device="NVIDIA H200")
+    kernel = "cuda.quantize_row"
+    for k in (8192, 16384):
+        book.write(time(kernel, make_problem("quantize", (4096, k)), 10.0))
+    measured = make_problem("quantize", (2048, 512))
+    book.write(accuracy(kernel, measured, 0.026))
+    choice = quantize((4096, 8192), 0.06)
+    assert choice.kernel == kernel and not choice.is_miss
+    assert choice.errors["row_err"] == pytest.approx(0.0325)
+    assert "1.25 times what was measured at k=512, other sizes equal" in choice.explain()
+    assert quantize((4096, 8192), 0.03).is_miss
+    assert quantize((4096, 16384), 0.06).is_miss, "too far"
+    assert quantize((4096, 8192), 0.06, out_granularity="1x128").is_miss, "another class"
+    book.write(accuracy(kernel, replace(measured, k=1024), 0.9, status="wrong", only=("X3",)))
+    assert quantize((4096, 8192), 0.06).is_miss
+    assert "wrong on X3 at k=1024" in quantize((4096, 8192), 0.06).rejected[kernel]
 
 
 def test_unquantized_errors_of_another_n_need_an_aligned_n(book: Book) -> None:

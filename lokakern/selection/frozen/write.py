@@ -39,7 +39,9 @@ def freeze(path: str | os.PathLike[str]) -> None:
     warning is logged once. The file is refused on another type of device, and if the digest of a
     kernel that it names has changed, which covers its source and the versions of its libraries.
     The file has the choices for the local device, with those of `prepare_weight` and without those
-    of `dispatch_chain`: under frozen choices a chain is unquantized.
+    of `dispatch_chain`: under frozen choices a chain is unquantized. It has none of `convert`,
+    which puts its choices into the model: ``torch.save(model, ...)`` keeps them, and the model
+    that is loaded reads no database.
 
     Args:
         path: The file, which is replaced atomically.
@@ -92,7 +94,8 @@ def _device(found: set[Device], path: str) -> Device:
     if not devices:
         raise ChoicesError(
             f"freeze {path}: there are no choices yet; run the model once, or `dispatch` its "
-            "problems, and then freeze (without a budget `gemm` chooses nothing)"
+            "problems, and then freeze (without a budget `gemm` chooses nothing). `convert` puts "
+            "its choices into the model, and not into this file: torch.save(model, ...) keeps them"
         )
     if len(devices) > 1:
         names = " and ".join(sorted(device.product for device in devices))

@@ -15,7 +15,7 @@ from dataclasses import replace
 from lokakern.registry.schema.records import KernelRow
 from lokakern.selection.candidates import (
     CARRIED,
-    ERRORS_OF_ANOTHER_N,
+    ERRORS_ELSEWHERE,
     WIDE,
     Bounds,
     Evidence,
@@ -25,7 +25,7 @@ from lokakern.selection.candidates import (
 )
 from lokakern.types import Problem
 
-MARGIN = ERRORS_OF_ANOTHER_N
+MARGIN = ERRORS_ELSEWHERE
 LEAST_K = 64  # errors of shorter sums differ more
 FARTHEST_K = 4  # times the k that is asked for, or a part of it
 NEAREST = 2  # values of k on each side

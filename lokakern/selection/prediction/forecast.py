@@ -1,7 +1,8 @@
 """Predicted times of the kernels at a problem, on a grid of m, and the choice by their intervals.
 
 A kernel that quantizes is chosen only where the lower end of its speedup over the fastest
-unquantized kernel is above 1; else that kernel is chosen.
+unquantized kernel is above 1; else that kernel is chosen. For an op without an unquantized kernel
+it is the one whose time is least at the upper end of its interval.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from lokakern.selection.candidates import FRESHNESS, Bounds, Candidate, Evidence
 from lokakern.selection.padded_rows import bytes_copied, padded_problem
 from lokakern.selection.prediction.errors import predicted_errors
 from lokakern.selection.prediction.features import described, is_covered
-from lokakern.selection.prediction.model_file import KINDS, Model, kind_of
+from lokakern.selection.prediction.laws import Law, Spread
+from lokakern.selection.prediction.model_file import KINDS, KernelModel, Model, kind_of
 from lokakern.types import Granularity, Layout, Problem
 
 SAMPLED_M = tuple(4**i for i in range(4, 10))  # 256 to 262144, where conversions choose
@@ -35,7 +37,8 @@ class Prediction:
 
     Attributes:
         latency_us: Predicted time of the chosen kernel, in microseconds.
-        plain: The unquantized kernel with the least predicted time.
+        plain: The unquantized kernel with the least predicted time; for an op without one the
+            kernel that was chosen.
         plain_us: That time.
         quantizing: The quantizing kernel with the least predicted time within the budget; "" if
             there is none.
@@ -45,6 +48,7 @@ class Prediction:
         coverage: Share of left-out measurements that such an interval contained.
         transferred_from: The GPU type whose measurements it rests on, if that is another; then it
             is shown only, and nothing is chosen by it.
+        interval_us: Interval of `latency_us`, where it is that of a law (`prediction.laws`).
     """
 
     latency_us: float
@@ -56,12 +60,16 @@ class Prediction:
     high: float
     coverage: float
     transferred_from: str = ""
+    interval_us: tuple[float, float] | None = None
 
     def __str__(self) -> str:
+        time = f"{self.latency_us:.2f} us"
+        if self.interval_us is not None:
+            time += " ({:.2f} to {:.2f})".format(*self.interval_us)
         if not self.quantizing:
-            return f"{self.latency_us:.2f} us"
+            return time
         return (
-            f"{self.latency_us:.2f} us; {self.quantizing} {self.speedup:.2f}x as fast as "
+            f"{time}; {self.quantizing} {self.speedup:.2f}x as fast as "
             f"{self.plain}, {self.low:.2f} to {self.high:.2f} in {self.coverage:.0%} of "
             "measurements that were left out"
         )
@@ -80,8 +88,12 @@ class Forecast:
         is_compiled: bool,
     ) -> None:  # fmt: skip
         self._problem, self._model, self._is_compiled = problem, model, is_compiled
+        self._laws = {law.name: law for law in model.laws_at(problem)}
         self.candidates = tuple(candidates)
         low, high = model.content.least[0], model.content.largest[0]
+        if self._laws:
+            low = min(law.least_m for law in self._laws.values())
+            high = max(law.largest[0] for law in self._laws.values())
         octaves = CELLS_PER_OCTAVE
         first, last = (round(octaves * math.log2(m)) for m in (low, high))
         centers = [round(2 ** (i / octaves)) for i in range(first, last + 1)]
@@ -118,9 +130,10 @@ class Forecast:
         return bytes_copied(replace(self._problem, m=m))
 
     def _times(self, name: str, problem: Problem, granularity: Granularity) -> NDArray[np.float64]:
-        base, rows = described(
-            problem, self._m, granularity, self._model.content.rates, pads=name == PADDED
-        )
+        rates = self._model.content.rates
+        if name in self._laws:
+            return self._laws[name].times_us(problem, self._m, rates.compute_units)
+        base, rows = described(problem, self._m, granularity, rates, pads=name == PADDED)
         found: NDArray[np.float64] = base * np.exp(self._model.forest(name)(rows))
         return found
 
@@ -132,6 +145,22 @@ class Forecast:
     def _kinds(self) -> NDArray[np.intp]:
         along_m = self._problem.a.layout is Layout.COLUMN
         return kind_of(self._m, self._problem.n, self._problem.k, along_m=along_m)
+
+    def _speedup(self, cell: int) -> Spread:
+        """The spread of speedups over the fastest unquantized kernel."""
+        content = self._model.content
+        laws = content.laws.get(self._problem.op)
+        of_laws = laws.speedup if laws is not None else None
+        return of_laws or content.spreads[KINDS[int(self._kinds[cell])]]
+
+    def _spread(self, name: str, m: int) -> Spread | None:
+        """Of the time of a kernel by a law; None where it has no time, or is not of a law."""
+        law = self._laws.get(name)
+        return law.spread_at(m, self._problem.n, self._problem.k) if law is not None else None
+
+    def _interval_us(self, name: str, m: int, us: float) -> tuple[float, float] | None:
+        spread = self._spread(name, m)
+        return spread.around(us) if spread is not None else None
 
     def covers(self, m: int) -> bool:
         """Whether there are predictions at m."""
@@ -173,9 +202,13 @@ class Forecast:
         return found
 
     def choose(self, m: int, legal: Collection[str]) -> tuple[Candidate, Prediction] | None:
-        """The choice among legal kernels at m; None if no unquantized one is legal."""
+        """The choice among legal kernels at m; None if no unquantized one is legal, but exists."""
         cell = self._cell(m)
         named = [c for c in self.candidates if c.name in legal]
+        if self._laws:
+            named = [c for c in named if self._spread(c.name, m) is not None]
+        if baseline_name(self._problem) is None:
+            return self._least(m, named)
         found = sorted(
             ((self._counted_us(c, self.time_us(c.name, m)), c.name, c) for c in named),
             key=lambda x: x[:2],
@@ -186,11 +219,8 @@ class Forecast:
         best = next((x for x in found if not x[2].unquantized), None)
         content = self._model.content
         if best is None:
-            return plain[2], Prediction(
-                plain[0], plain[1], plain[0], "", 1.0, 1.0, 1.0, content.coverage,
-                self._model.transferred_from,
-            )  # fmt: skip
-        spread = content.spreads[KINDS[int(self._kinds[cell])]]
+            return plain[2], self._of_one(plain[1], m, plain[0])
+        spread = self._speedup(cell)
         speedup = plain[0] / best[0]
         best_us = self.time_us(best[1], m)
         low, high = (
@@ -200,8 +230,31 @@ class Forecast:
         chosen = best if low > 1 else plain
         return chosen[2], Prediction(
             chosen[0], plain[1], plain[0], best[1], speedup, low, high, content.coverage,
-            self._model.transferred_from,
+            self._model.transferred_from, self._interval_us(chosen[1], m, chosen[0]),
         )  # fmt: skip
+
+    def _of_one(self, name: str, m: int, us: float) -> Prediction:
+        content = self._model.content
+        return Prediction(
+            us, name, us, "", 1.0, 1.0, 1.0, content.coverage, self._model.transferred_from,
+            self._interval_us(name, m, us),
+        )  # fmt: skip
+
+    def _least(
+        self, m: int, candidates: Sequence[Candidate]
+    ) -> tuple[Candidate, Prediction] | None:
+        """The choice without an unquantized kernel."""
+
+        def upper(candidate: Candidate) -> tuple[float, str]:
+            us = self.time_us(candidate.name, m)
+            _, high = self._interval_us(candidate.name, m, us) or (us, us)
+            return self._counted_us(candidate, high), candidate.name
+
+        if not candidates:
+            return None
+        chosen = min(candidates, key=upper)
+        us = self._counted_us(chosen, self.time_us(chosen.name, m))
+        return chosen, self._of_one(chosen.name, m, us)
 
 
 def _near(m: int, unit: int) -> int:
@@ -232,29 +285,32 @@ def forecast(
         is_compiled: Whether a compiler pads activations at no cost.
         with_costs: Gives candidates their host costs.
     """
-    if not is_covered(problem) or not model.covers(model.content.least[0], problem.n, problem.k):
-        return None
-    names = [name for name in model.kernels if name != PADDED]
-    names += [PADDED] if padded_problem(problem) is not None else []
+    fitted: dict[str, KernelModel | Law] = {law.name: law for law in model.laws_at(problem)}
+    names = list(fitted)
+    if is_covered(problem) and model.covers(model.content.least[0], problem.n, problem.k):
+        fitted = {**model.kernels}
+        names = [name for name in fitted if name != PADDED]
+        names += [PADDED] if padded_problem(problem) is not None else []
+    base = baseline_name(problem)
     candidates = []
     for name in names:
         kernel = KERNELS.get(name)
         if kernel is None or name in barred or kernel.lacks(needs) is not None:
             continue
-        known = model.kernels.get(name)
+        known = fitted.get(name)
         if known is not None and kernel.digest != known.digest:
             continue  # changed since
         row = KernelRow.of(kernel)
-        is_plain = kernel.granularity is Granularity.NONE
+        is_plain = kernel.granularity is Granularity.NONE and base is not None
         found = "" if is_plain else predicted_errors(row, problem, evidence)
         bounds = Bounds({}, "") if isinstance(found, str) else found
         candidates.append(
             Candidate(
                 name, kernel, kernel.granularity, {}, {}, bounds.errors, bounds.worst_distribution,
-                found if isinstance(found, str) else "", is_plain, errors_of_n=bounds.n,
+                found if isinstance(found, str) else "", is_plain, errors_at=bounds.elsewhere,
                 errors_predicted=bounds.is_predicted,
             )
         )  # fmt: skip
-    if not any(candidate.name == baseline_name(problem) for candidate in candidates):
+    if not candidates or not any(base in (None, candidate.name) for candidate in candidates):
         return None
     return Forecast(problem, model, with_costs(candidates), m_unit, is_compiled=is_compiled)

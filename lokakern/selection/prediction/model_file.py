@@ -1,9 +1,10 @@
 """The file of a fitted time model: JSON, validated, evaluated with NumPy alone.
 
 A model holds, for each kernel, boosted trees that correct the base time of `features`, and the
-quantiles of the speedups at sizes that the fit did not see. It is data of a fit, never a fact: a
-measured time always comes first. It names the rows that it was fitted from by their digest, and
-each kernel by its own, so that a kernel that changed since is not predicted.
+quantiles of the speedups at sizes that the fit did not see; and `laws` of ops other than GEMMs. It
+is data of a fit, never a fact: a measured time always comes first. It names the rows that it was
+fitted from by their digest, and each kernel by its own, so that a kernel that changed since is not
+predicted.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from numpy.typing import NDArray
 from lokakern.errors import DatabaseError
 from lokakern.selection.prediction import features
 from lokakern.selection.prediction.features import Rates
-from lokakern.types import Device, Granularity
+from lokakern.selection.prediction.laws import Law, Laws, Spread, is_plain
+from lokakern.types import Device, Granularity, Problem
 
 FORMAT: Literal["lokakern time model 1"] = "lokakern time model 1"
 LARGEST_BYTES = 1_000_000
@@ -98,20 +100,6 @@ class KernelModel(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     trees: Trees
 
 
-class Spread(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Logarithms of measured over predicted speedups at sizes left out.
-
-    Attributes:
-        low: Lower end of the interval.
-        high: Upper end.
-        pairs: Number of pairs (n, k) that it rests on.
-    """
-
-    low: Annotated[float, Meta(ge=-50.0, le=0.0)]
-    high: Annotated[float, Meta(ge=0.0, le=50.0)]
-    pairs: _Size
-
-
 class _File(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     format: Literal["lokakern time model 1"]
     features: int
@@ -124,6 +112,7 @@ class _File(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     coverage: Annotated[float, Meta(gt=0, lt=1)]
     spreads: dict[str, Spread]
     kernels: Annotated[list[KernelModel], Meta(min_length=1, max_length=MOST_KERNELS)]
+    laws: dict[str, Laws] = {}  # by op
     fitted_by: str
 
     def __post_init__(self) -> None:
@@ -211,9 +200,20 @@ class Model:
         return {kernel.name: kernel for kernel in self.content.kernels}
 
     def covers(self, m: int, n: int, k: int) -> bool:
-        """Whether sizes are within those that it was fitted to."""
+        """Whether sizes are within those that its trees were fitted to."""
         sizes = zip((m, n, k), self.content.least, self.content.largest, strict=True)
         return all(low <= size <= high for size, low, high in sizes)
+
+    def laws_at(self, problem: Problem) -> list[Law]:
+        """The laws that describe a problem at some m; none where trees do."""
+        laws = self.content.laws.get(problem.op)
+        if laws is None or not is_plain(problem):
+            return []
+        n, k = problem.n, problem.k
+        return [
+            law for law in laws.kernels
+            if law.covers(problem) and law.spread_at(law.largest[0], n, k) is not None
+        ]  # fmt: skip
 
     def forest(self, name: str) -> Forest:
         """The trees of a kernel."""

@@ -1,7 +1,8 @@
 """The time model of one GPU type, carried over to another one of its architecture by physics.
 
-Rates are multiplied by the ratios of nominal peaks; what trees correct stays. Without measurements
-nothing tells how wrong that is, so a transferred prediction is shown and never chosen.
+Rates are multiplied by the ratios of nominal peaks; what trees correct stays, and laws are left
+out. Without measurements nothing tells how wrong that is, so a transferred prediction is shown and
+never chosen.
 """
 
 from __future__ import annotations
@@ -53,5 +54,5 @@ def transferred(model: Model, device: Device) -> Model | None:
         unaligned_flops_per_us=rates.unaligned_flops_per_us * compute,
         bytes_per_us=rates.bytes_per_us * memory,
     )
-    content = structs.replace(model.content, rates=rates, device=asdict(device))
+    content = structs.replace(model.content, rates=rates, laws={}, device=asdict(device))
     return Model(content, model.path, model.digest, transferred_from=model.device.product)

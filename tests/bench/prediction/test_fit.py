@@ -46,7 +46,7 @@ def few_trees():
     patch = pytest.MonkeyPatch()
     patch.setitem(fitting._TREES, "n_estimators", 6)
     patch.setitem(fitting._TREES, "learning_rate", 0.5)
-    patch.setattr(fitting, "FOLDS", 2)
+    patch.setattr("lokakern.bench.prediction.left_out.FOLDS", 2)
     yield
     patch.undo()
 
@@ -106,15 +106,15 @@ def test_a_pair_of_sizes_is_left_out_whole_and_alike_for_every_kernel(timings):
     ]
     whole = folds[0] | {pair: fold for one in folds for pair, fold in one.items()}
     assert all(whole[pair] == fold for one in folds for pair, fold in one.items())
-    assert set(whole.values()) == set(range(fitting.FOLDS))
+    assert set(whole.values()) == set(range(fitting.folds.FOLDS))
 
 
 def test_a_conformal_quantile_counts_each_pair_once():
     many = [(1, 1)] * 97 + [(2, 2), (3, 3), (4, 4)]
     values = np.array([0.0] * 97 + [1.0, 2.0, 3.0])
-    assert fitting._upper(values, many, 0.4) == 1.0  # 2 of 5, one of which is the next pair
-    assert fitting._upper(values, many, 0.8) == 3.0
-    assert fitting._upper(values, many, 0.99) == 3.0  # too few pairs: the largest
+    assert fitting.upper_quantile(values, many, 0.4) == 1.0  # 2 of 5, one of which is the next pair
+    assert fitting.upper_quantile(values, many, 0.8) == 3.0
+    assert fitting.upper_quantile(values, many, 0.99) == 3.0  # too few pairs: the largest
 
 
 def test_a_model_is_read_back_and_names_its_rows(fitted, shipped, h200):

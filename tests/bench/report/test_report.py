@@ -308,7 +308,7 @@ def test_the_page_of_the_shipped_file_is_complete(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["report", "--device", "NVIDIA H200", "--out", str(out)])
     assert done.exit_code == 0, done.stderr
     size = out.stat().st_size
-    assert 100_000 < size < 4_500_000
+    assert 100_000 < size < 8_000_000
     with sqlite3.connect(f"file:{H200_FILE}?mode=ro&immutable=1", uri=True) as database:
         ops = {op for (op,) in database.execute(
             "select distinct problem.op from timing join problem on problem.id = timing.problem"
@@ -320,6 +320,9 @@ def test_the_page_of_the_shipped_file_is_complete(tmp_path: Path) -> None:
             page.open(out)
             page.until(READY)
             assert page.run("document.documentElement.scrollWidth") == width
+            page.until("document.querySelector('#held-pictures svg')")
+            wider = "(part) => part.scrollWidth > part.clientWidth"
+            assert not page.run(f"Array.from(document.querySelectorAll('.picture')).some({wider})")
         told = page.run(
             "Array.from(document.querySelector('#asked [name=op]').options, (o) => o.value)"
         )
@@ -340,6 +343,28 @@ def test_the_page_of_the_shipped_file_is_complete(tmp_path: Path) -> None:
     for shape in ((8192, 512, 512), (2048, 4096, 4096), (2048, 2048, 17280)):
         choice = dispatch("gemm", shape, 0.06, device="NVIDIA H200")
         assert shown[shape] == (choice.kernel, round(choice.latency_us or 0, 2))
+
+
+def test_every_kernel_has_a_color_of_its_own(small: Survey) -> None:
+    for theme in charts.THEMES.values():
+        assert len({*theme["category"]}) == charts.MOST_HUES == len(theme["category"])
+    tables = charts.tables_of(small, small.ops[0])
+    assert len({row["kernel"] for row in tables["times"]}) > 1
+
+
+def test_both_maps_have_the_same_cells_and_outline_what_was_never_measured(small: Survey) -> None:
+    op = next(op for op in small.ops if op["op"] == "gemm")
+    base, views = charts.op_pictures(small, op)
+    base["datasets"] = charts.tables_of(small, op)
+    here = [row for row in base["datasets"]["choices"]
+            if (row["form"], row["m"]) == (op["form"], op["m"])
+            and op["budget"] in row["budgets"].split()]  # fmt: skip
+    cells = len({row["n"] for row in here}) * len({row["k"] for row in here})
+    assert charts.columns_of(small)["gemm"] >= len({row["n"] for row in here})
+    drawer = charts.vl_convert()
+    for name in ("winners", "gains"):
+        svg = drawer.vegalite_to_svg(base | views[name], vl_version=charts._VERSION)
+        assert svg.count('stroke-dasharray="2,3"') == cells, name
 
 
 def test_pictures_need_no_browser(small: Survey, tmp_path: Path) -> None:
