@@ -50,7 +50,7 @@ from lokakern.version import __version__
 if TYPE_CHECKING:
     from lokakern.registry.snapshot.snapshot import Snapshot
 
-FEWEST_ROWS, FEWEST_PAIRS = 100, 50  # of a kernel that is predicted
+FEWEST_ROWS, FEWEST_PAIRS = 150, 50  # of a kernel that is predicted: at 122 times one erred by 11 %
 LEAST = (64, 16, 16)  # m, n and k: below, launches are all that counts
 _NEAR_PEAK = 0.99  # quantile of rates
 _UNALIGNED_SHARE = 0.1  # of the peak, where no product with unaligned rows was timed
