@@ -1,9 +1,9 @@
-"""Casts to formats that no kernel has: against float64, and against torchao where it is."""
+"""Casts to formats that no kernel has: against float64, and against bits of torchao."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable
 from fractions import Fraction
 
 import pytest
@@ -13,7 +13,8 @@ from torch import Tensor
 from lokakern.types import Format, Granularity
 from lokakern.what_if import formats
 from lokakern.what_if.formats import FORMATS, Emulated
-from lokakern.workloads.distributions import DISTRIBUTIONS, draw_rows, draw_weight
+from lokakern.workloads.distributions import DISTRIBUTIONS, draw_rows
+from tests.support import torchao_casts
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # by code
 E4M3 = [  # from 2^-6, by code
@@ -131,83 +132,15 @@ def test_formats_of_the_weight_leave_activations_as_they_are() -> None:
 # --- torchao
 
 
-def to_mx(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode
-    from torchao.prototype.mx_formats.mx_tensor import to_mx as cast
-
-    scale, data = cast(x, dtype, 32, ScaleCalculationMode.RCEIL)
-    return scale.float(), data
-
-
-def from_f4(data: Tensor) -> Tensor:
-    from torchao.prototype.mx_formats.kernels import f4_unpacked_to_f32, unpack_uint4
-
-    found: Tensor = f4_unpacked_to_f32(unpack_uint4(data))
-    return found
-
-
-def torchao_nvfp4(x: Tensor) -> tuple[Tensor, Tensor]:
-    from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize, per_tensor_amax_to_scale
-
-    scale, data = nvfp4_quantize(x, 16, per_tensor_amax_to_scale(x.abs().max()))
-    return scale.float(), from_f4(data)
-
-
-def torchao_mxfp4(x: Tensor) -> tuple[Tensor, Tensor]:
-    scale, data = to_mx(x, torch.float4_e2m1fn_x2)
-    return scale, from_f4(data)
-
-
-def torchao_mxfp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    scale, data = to_mx(x, torch.float8_e4m3fn)
-    return scale, data.float()
-
-
-def torchao_int8(x: Tensor) -> tuple[Tensor, Tensor]:
-    from torchao.quantization.granularity import PerRow
-    from torchao.quantization.quantize_.workflows.int8.int8_tensor import Int8Tensor
-
-    found = Int8Tensor.from_hp(x, PerRow())
-    return found.scale, found.qdata.float()
-
-
-def torchao_int4(x: Tensor) -> tuple[Tensor, Tensor]:
-    from torchao.quantization import quant_primitives as primitives
-
-    limits = {"quant_min": 0, "quant_max": 15}
-    scale, middle = primitives._choose_qparams_affine_tinygemm(
-        x, primitives.MappingType.ASYMMETRIC, (1, 128), torch.int32, **limits,
-        scale_dtype=x.dtype, zero_point_dtype=x.dtype,
-    )  # fmt: skip
-    data = primitives._quantize_affine_tinygemm(x, (1, 128), scale, middle, torch.int32, **limits)
-    value = primitives._dequantize_affine_tinygemm(
-        data, (1, 128), scale, middle, torch.int32, output_dtype=x.dtype, **limits
-    )
-    assert torch.equal(formats.int4(x).value, value.float())
-    return scale.float(), data.float()
-
-
-THEIRS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
-    "nvfp4": torchao_nvfp4, "mxfp4": torchao_mxfp4, "mxfp8": torchao_mxfp8, "int8": torchao_int8,
-    "int4-weight": torchao_int4,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("form", THEIRS)
-@pytest.mark.parametrize("name", DISTRIBUTIONS)
-def test_elements_and_scales_have_the_bits_of_torchao(name: str, form: str) -> None:
-    pytest.importorskip("torchao", reason="needs torchao")
-    for draw in (draw_rows, draw_weight):
-        x = draw(DISTRIBUTIONS[name], 64, 512, 0).bfloat16()
-        x[3], x[5, 7:200] = 0, x[5, 7:200] * 1e-30
-        ours: Emulated = FORMATS[form].cast(x)
-        scale, elements = THEIRS[form](x)
-        # Under a scale of 2^-127 torchao multiplies by 1.
-        used = scale > 2.0**-127 if form.startswith("mx") else torch.ones_like(scale).bool()
-        assert torch.equal(ours.scale.float()[used], scale[used])
-        width = 512 // scale.shape[1]
-        mine, others = (v.reshape(64, -1, width)[used] for v in (ours.elements, elements))
-        assert torch.equal(mine.view(torch.int32), others.view(torch.int32))  # -0 is not 0
+@pytest.mark.parametrize("spread", torchao_casts.SPREADS)
+@pytest.mark.parametrize("form", torchao_casts.THEIRS)
+def test_elements_and_scales_have_the_bits_of_torchao(form: str, spread: int) -> None:
+    """As recorded by `python -m tests.support.torchao_casts`, which needs torchao."""
+    recorded = json.loads(torchao_casts.BITS.read_text())
+    ours: Emulated = FORMATS[form].cast(torchao_casts.rows_of(spread))
+    value = ours.value if form == "int4-weight" else None
+    found = torchao_casts.digest_of(form, ours.scale, ours.elements, value)
+    assert found == recorded[form][str(spread)]
 
 
 def test_fp8_is_what_kernels_make() -> None:
