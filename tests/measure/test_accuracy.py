@@ -14,7 +14,12 @@ from lokakern.measure.operand_cache import operand_digest
 from lokakern.problems import accuracy_problem, make_problem, sums_over_samples
 from lokakern.registry.register import KERNELS, Kernel, load_kernels
 from lokakern.registry.schema.records import AccuracyRecord
-from lokakern.selection.candidates import CARRIED, ERRORS_ELSEWHERE
+from lokakern.selection.candidates import (
+    CARRIED,
+    ERRORS_ELSEWHERE,
+    LONG_ROWS,
+    TIMES_SHORTER,
+)
 from lokakern.types import Device, Format, Granularity, Layout, Operand, Problem
 from lokakern.workloads.distributions import distribution_named, draw_rows, draw_weight
 from lokakern.workloads.gemm_gradient_cases import grad_weight_case
@@ -118,21 +123,22 @@ def test_errors_are_launched_at_their_m_without_a_bias(left: Format) -> None:
         ("quantize", "torch.quantize_row", Granularity.ROW, "X14"),
         ("quantize", "torch.quantize_group", Granularity.GROUP, "X5"),
         ("quantize", "torch.quantize_tensor", Granularity.TENSOR, "X14"),
+        ("quantize", "torch.quantize_tensor", Granularity.TENSOR, "X7"),
         ("norm_quantize", "torch.norm_quantize", Granularity.ROW, "X12"),
     ],
 )
 def test_errors_of_quantizers_hardly_depend_on_k_where_dispatch_says_so(
     op: str, kernel: str, scales: Granularity, distribution: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`ERRORS_ELSEWHERE` covers those at other k, by those at 512, where they were measured."""
+    """`ERRORS_ELSEWHERE` covers those at other k, by those at `LONG_ROWS`, the least measured."""
     monkeypatch.setattr("lokakern.problems.ACCURACY_ROWS", 512)
     fields = {"epilogue": "layer"} if op == "norm_quantize" else {}
     found = {}
-    for k in (64, 512, 4096):
+    for k in (LONG_ROWS // TIMES_SHORTER, LONG_ROWS, 4096):
         problem = make_problem(op, (512, k), out_granularity=scales, **fields)
         errors = measured(KERNELS[kernel], problem, distribution).errors
         assert errors is not None
         found[k] = errors
     for limit in CARRIED:
         here = {k: getattr(errors, limit) for k, errors in found.items()}
-        assert max(here.values()) <= ERRORS_ELSEWHERE * here[512], limit
+        assert max(here.values()) <= ERRORS_ELSEWHERE * here[LONG_ROWS], limit
