@@ -31,8 +31,8 @@ from lokakern.render.did_you_mean import did_you_mean
 _PLAIN = (nn.Linear, Linear)
 
 
-_Round = tuple[Tensor | None, tuple[int | bool, ...], dict[int, Tensor]]
-_NOTHING: _Round = (None, (), {})
+_Round = tuple[tuple[Tensor, ...], tuple[object, ...], dict[int, Tensor]]
+_NOTHING: _Round = ((), (), {})
 
 
 class FusedLinear(Joined, Routed):
@@ -58,19 +58,24 @@ class FusedLinear(Joined, Routed):
         """The output of one layer, whose turn with this input may have come before.
 
         The first layer that is called with an input multiplies for all. Outputs are kept until each
-        was taken once, or another input, a write to it or to a parameter, or another mode of
-        gradients comes.
+        was taken once, or another input or parameter, a write to one, or another mode of gradients
+        or of autocast comes.
         """
         inputs = (input, *(p for part in self.parts for p in part.parameters()))
         if torch.compiler.is_compiling() or any(x.is_inference() for x in inputs):
             part = self.parts[place]  # nothing tells of writes
             return functional.linear(input, part.weight, part.bias)
-        state = (*(x._version for x in inputs), torch.is_grad_enabled())
+        device = input.device.type
+        state = (
+            *((x._version, x.requires_grad) for x in inputs), torch.is_grad_enabled(),
+            torch.is_autocast_enabled(device), torch.get_autocast_dtype(device),
+        )  # fmt: skip
         kept, its_state, outputs = self._round
-        if kept is not input or its_state != state or place not in outputs:
+        is_same = len(kept) == len(inputs) and all(map(operator.is_, kept, inputs))
+        if not is_same or its_state != state or place not in outputs:
             outputs = dict(enumerate(self(input)))
         output = outputs.pop(place)
-        self._round = (input, state, outputs) if outputs else _NOTHING
+        self._round = (inputs, state, outputs) if outputs else _NOTHING
         return output
 
     def forward(self, input: Tensor) -> tuple[Tensor, ...]:
@@ -204,8 +209,8 @@ class FuseShared(_Joining):
 
     Where tracing does not find such layers, because the forward branches, or they are called in
     several modules, ``groups`` declares them. The first that is called with a tensor then
-    multiplies for all of its group: each layer should be called once with it. Compiled models
-    multiply the layers of declared groups apart, unquantized.
+    multiplies for all of its group: each layer should be called once with it, and the backward pass
+    of all run at once. Compiled models multiply the layers of declared groups apart, unquantized.
 
     Args:
         groups: Names of layers in the model, at least two in a group.

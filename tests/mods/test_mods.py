@@ -797,7 +797,7 @@ def test_a_declared_group_multiplies_once_where_no_trace_finds_it() -> None:
     model.zero_grad()
     outputs = model(x)
     torch.testing.assert_close(outputs, expected)
-    assert len(calls) == 1 and model.fusedlinear_0._round[0] is None, "nothing is kept"
+    assert len(calls) == 1 and not model.fusedlinear_0._round[0], "nothing is kept"
     sum(y.square().sum() for y in outputs).backward()
     torch.testing.assert_close(model.query.weight.grad, gradient)
     other = copy.deepcopy(model)
@@ -830,6 +830,27 @@ def test_a_kept_output_is_that_of_the_input_and_weight_as_they_are() -> None:
     assert model.heads[0](x).requires_grad
     with torch.inference_mode():
         torch.testing.assert_close(model(x.clone())[0], expected[0])
+
+
+def test_a_kept_output_is_for_one_state_of_autocast_and_autograd() -> None:
+    model = Branching()
+    mods.apply(model, [mods.FuseShared(groups=[GROUP])])
+    x = torch.randn(5, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        model.query(x)
+    assert model.heads[0](x).dtype is torch.float32
+    x = torch.randn(5, 16)
+    model.query(x)
+    x.requires_grad_()
+    model.heads[0](x).sum().backward()
+    assert x.grad is not None
+    x = torch.randn(5, 16)
+    model.query(x)
+    other = torch.zeros_like(model.heads[0].weight).requires_grad_()
+    while other._version < model.heads[0].weight._version:
+        other.detach().zero_()
+    y = torch.func.functional_call(model.heads[0], {"weight": other}, (x,))
+    assert torch.equal(y, model.heads[0].bias.expand(5, -1)), "another one, written as often"
 
 
 def parts_of(model: Branching) -> list[Any]:
