@@ -121,16 +121,20 @@ class Laws(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 def is_plain(problem: Problem) -> bool:
-    """Whether a law may describe a problem: one product, or one quantization, of aligned rows."""
+    """Whether a law may describe a problem: one product, or one quantization, of aligned rows.
+
+    Operands lie as those that were timed: a by rows, b by columns.
+    """
+    b = problem.b
     return (
         problem.op in ("scaled_gemm", "gemm_norm", "quantize", "norm_quantize")
         and problem.batch == 1
         and not problem.accumulate
         and not problem.out_strided
-        and problem.a.layout is Layout.ROW
+        and (problem.a.layout, problem.a.alignment) == (Layout.ROW, 16)
         and problem.a.format is not Format.FLOAT32
         and problem.k % 8 == 0
-        and (problem.b is None or problem.n % 8 == 0)
+        and (b is None or (b.layout, b.alignment, problem.n % 8) == (Layout.COLUMN, 16, 0))
     )
 
 

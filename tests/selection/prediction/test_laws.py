@@ -21,7 +21,7 @@ from lokakern.selection.candidates import Bounds, Evidence, bounds_or_reason
 from lokakern.selection.prediction.errors import predicted_errors
 from lokakern.selection.prediction.laws import BEYOND, work_of
 from lokakern.selection.prediction.model_file import Model
-from lokakern.types import REALISTIC_DISTRIBUTIONS, Granularity
+from lokakern.types import REALISTIC_DISTRIBUTIONS, Format, Granularity, Layout, Operand
 from tests.support.shipped import H200_FILE
 
 H200 = "NVIDIA H200"
@@ -59,6 +59,25 @@ def test_of_plausible_layers_and_quantizers_few_have_no_number(predicting: None)
     assert sum(how == "none" for found in answers.values() for how in found) <= 0.05 * cells
     for question, found in answers.items():
         assert found.count("none") <= 0.1 * len(found), question
+
+
+@pytest.mark.parametrize(
+    "operands",
+    [
+        {"a": Operand(Format.BFLOAT16, alignment=2)},
+        {"b": Operand(Format.BFLOAT16, layout=Layout.ROW)},
+        {"b": Operand(Format.BFLOAT16, layout=Layout.COLUMN, alignment=8)},
+    ],
+)
+def test_operands_that_lie_as_none_that_were_timed_are_not_predicted(
+    predicting: None, operands: dict[str, Operand]
+) -> None:
+    """Quantizers turn a row-major b, and libraries are slower where rows are not aligned."""
+    shape, fields = (8192, 1536, 1280), {"epilogue": "layer+affine"}
+    assert lokakern.dispatch("gemm_norm", shape, 0.06, device=H200, **fields).predicted
+    assert not lokakern.dispatch(
+        "gemm_norm", shape, 0.06, device=H200, **fields, **operands
+    ).predicted
 
 
 def test_a_quantizer_of_a_size_that_nobody_measured_is_predicted(
