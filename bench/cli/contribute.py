@@ -54,6 +54,9 @@ def contribute(
     if not place.parent.is_dir():  # said now, not in 20 minutes
         raise typer.BadParameter(f"no folder {str(place.parent)!r}", param_hint="--out")
     source = db or str(user_database())
+    if place.is_dir() or place.resolve() == Path(source).expanduser().resolve():
+        what = "a folder" if place.is_dir() else "the database, which would lose rows"
+        raise typer.BadParameter(f"{str(place)!r} is {what}: name a new file", param_hint="--out")
     swept = _code_of(sweep, suite=suite, errors=Errors.NEEDED, db=source, quiet=quiet,
                      time_limit=(1 - VERIFY_SHARE) * time_limit)  # fmt: skip
     rows = union_of([], [options.source_of(source)])
