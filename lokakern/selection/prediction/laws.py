@@ -22,6 +22,7 @@ TILE = 128  # rows and columns of a block's output
 NORMS = ("layer", "rms", "block_rms")
 BEYOND = 4  # times smaller than what was timed: so far a law is carried, and was tested
 _MILLION = 1e-6  # numbers of elements are in millions
+_ALWAYS = ("launch", "a", "rows", "products", "waves", "b", "out")  # kinds of work of all problems
 
 _Size = Annotated[int, Meta(ge=1, le=2**40)]
 _Rate = Annotated[float, Meta(ge=0.0, le=1e9)]
@@ -77,6 +78,10 @@ class Law(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     spread: Spread
     beyond: Spread | None
 
+    def __post_init__(self) -> None:
+        if not any(self.us.get(kind) for kind in _ALWAYS):
+            raise ValueError(f"{self.name} takes no time")
+
     def covers(self, problem: Problem) -> bool:
         """Whether the kernel was timed with problems of this form and with each of its parts."""
         return form_of(problem) in self.forms and parts_of(problem) <= self.us.keys()
@@ -118,6 +123,10 @@ class Laws(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     speedup: Spread | None
     kernels: Annotated[list[Law], Meta(min_length=1, max_length=256)]
+
+    def __post_init__(self) -> None:
+        if len({law.name for law in self.kernels}) < len(self.kernels):
+            raise ValueError("a kernel occurs twice")
 
 
 def is_plain(problem: Problem) -> bool:

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec import json
 
 import lokakern
 from lokakern.bench.prediction.fit_laws import fitted_us, work_in
+from lokakern.errors import DatabaseError
 from lokakern.problems import make_problem
 from lokakern.registry.register import KERNELS, load_kernels
 from lokakern.registry.schema.records import KernelRow
@@ -20,7 +22,7 @@ from lokakern.selection import dispatcher
 from lokakern.selection.candidates import Bounds, Evidence, bounds_or_reason
 from lokakern.selection.prediction.errors import predicted_errors
 from lokakern.selection.prediction.laws import BEYOND, work_of
-from lokakern.selection.prediction.model_file import Model
+from lokakern.selection.prediction.model_file import Model, parse
 from lokakern.types import REALISTIC_DISTRIBUTIONS, Format, Granularity, Layout, Operand
 from tests.support.shipped import H200_FILE
 
@@ -206,3 +208,17 @@ def test_predicted_errors_of_norms_bound_those_left_out(
                 assert all(true.errors[limit] <= bound.errors[limit]
                            for limit in ("row_err", "row_p99", "rel_err"))  # fmt: skip
     assert checked >= 8
+
+
+@pytest.mark.parametrize("change", ["no time", "twice"])
+def test_laws_that_no_fit_writes_are_refused(model: Model, change: str) -> None:
+    """A time of zero would divide by zero in `dispatch`."""
+    content = json.decode(json.encode(model.content))
+    assert parse(json.encode(content), "m")
+    kernels = content["laws"]["gemm_norm"]["kernels"]
+    if change == "twice":
+        kernels.append(kernels[0])
+    else:
+        kernels[0]["us"] = dict.fromkeys(kernels[0]["us"], 0.0) | {"layer": 1.0}
+    with pytest.raises(DatabaseError, match=change):
+        parse(json.encode(content), "m")
