@@ -21,6 +21,7 @@ from tests.support.shipped import H200_FILE
 H200 = Device("nvidia", "NVIDIA H200", "sm_90", 132, 140)
 CPU = Device("cpu", "some CPU", "x86_64", 2, 16)
 FEWEST = 500  # rows of a run that says something about time
+MOST_REPLACED = 0.25  # of its rows, that a later run measured again: it may have replaced more
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +32,9 @@ def shipped() -> Path:
 def runs_of(path: Path, table: str) -> list[list[dict[str, Any]]]:
     """Rows of the last run of each suite that left enough, with their problems.
 
-    Of earlier runs only what kernels did not outlive may be there. Runs with torchao's kernels took
-    longer: Inductor compiles them for each shape, in 3 to 7 s.
+    Of earlier runs only what kernels did not outlive may be there, and of a run whose problems a
+    later one has, only what that did not replace. Runs with torchao's kernels took longer: Inductor
+    compiles them for each shape, in 3 to 7 s.
     """
     rows = {
         name: [dict(zip(COLUMNS[name], row, strict=True)) for row in found]
@@ -50,7 +52,15 @@ def runs_of(path: Path, table: str) -> list[list[dict[str, Any]]]:
         for row in begun
         if row["key"] not in compiling and len(runs[row["key"]]) >= FEWEST
     }
-    return list(last.values())
+    later: Counter[Problem] = Counter()  # rows of later runs
+    whole = []
+    for row in reversed(begun):
+        run = runs[row["key"]]
+        measured_again = sum(later[problem] for problem in {found["problem"] for found in run})
+        if run is last.get(row["suite"]) and measured_again <= MOST_REPLACED * len(run):
+            whole.append(run)
+        later.update(found["problem"] for found in run)
+    return whole
 
 
 def seconds(run: list[dict[str, Any]]) -> float:
