@@ -46,8 +46,8 @@ class Spread(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         return value * math.exp(self.low), value * math.exp(self.high)
 
 
-class Law(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What one kernel takes for its work at an op.
+class Fitted(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What was fitted to the times of one kernel, and how well.
 
     Attributes:
         name: Of the kernel.
@@ -56,6 +56,20 @@ class Law(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         rows: Number of times that it was fitted to.
         median_error: Median over rows of the relative error at sizes (n, k) left out.
         p90_error: 90th percentile of that.
+    """
+
+    name: str
+    digest: str
+    granularity: Granularity
+    rows: _Size
+    median_error: Annotated[float, Meta(ge=0)]
+    p90_error: Annotated[float, Meta(ge=0)]
+
+
+class Law(Fitted, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What one kernel takes for its work at an op.
+
+    Attributes:
         least: Smallest m, n and k that were timed.
         largest: Largest.
         forms: The forms of problems that were timed, see `form_of`.
@@ -65,12 +79,6 @@ class Law(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             out; None if it is not used below what was timed.
     """
 
-    name: str
-    digest: str
-    granularity: Granularity
-    rows: _Size
-    median_error: Annotated[float, Meta(ge=0)]
-    p90_error: Annotated[float, Meta(ge=0)]
     least: tuple[_Size, _Size, _Size]
     largest: tuple[_Size, _Size, _Size]
     forms: list[str]

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from lokakern.errors import DatabaseError
 from lokakern.selection.prediction import features
 from lokakern.selection.prediction.features import Rates
-from lokakern.selection.prediction.laws import Law, Laws, Spread, is_plain
-from lokakern.types import Device, Granularity, Problem
+from lokakern.selection.prediction.laws import Fitted, Law, Laws, Spread, is_plain
+from lokakern.types import Device, Problem
 
 FORMAT: Literal["lokakern time model 1"] = "lokakern time model 1"
 LARGEST_BYTES = 1_000_000
@@ -78,25 +78,13 @@ class Trees(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             raise ValueError("a child lies outside of its tree")
 
 
-class KernelModel(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class KernelModel(Fitted, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The model of one kernel.
 
     Attributes:
-        name: Of the kernel.
-        digest: Of its source, as it was timed.
-        granularity: Of the scales of a.
-        rows: Number of times that it was fitted to.
-        median_error: Median over rows of the relative error at sizes (n, k) left out.
-        p90_error: 90th percentile of that.
         trees: See `Trees`.
     """
 
-    name: str
-    digest: str
-    granularity: Granularity
-    rows: _Size
-    median_error: Annotated[float, Meta(ge=0)]
-    p90_error: Annotated[float, Meta(ge=0)]
     trees: Trees
 
 

@@ -26,6 +26,7 @@ from lokakern.selection.prediction.errors import predicted_errors
 from lokakern.selection.prediction.features import Rates, is_covered
 from lokakern.selection.prediction.model_file import LARGEST_BYTES, LEAF, load, parse
 from lokakern.types import Device, ErrorBudget, Format, Granularity, Layout, Operand
+from tests.support.left_out_errors import measured_and_predicted
 from tests.support.shipped import H100_FILE, H200_FILE
 
 H200 = "NVIDIA H200"
@@ -316,32 +317,20 @@ def test_predicted_errors_bound_those_left_out(shipped, monkeypatch: pytest.Monk
     """At every fourth size; the decision record has all."""
     from lokakern.registry.register import KERNELS, load_kernels
     from lokakern.registry.schema.records import KernelRow
-    from lokakern.selection.candidates import Bounds, Evidence, bounds_or_reason
+    from lokakern.selection.candidates import CARRIED, Evidence
     from lokakern.types import REALISTIC_DISTRIBUTIONS
 
     load_kernels()
     evidence = Evidence(shipped, shipped.find_device(H200), False, REALISTIC_DISTRIBUTIONS, {})
-    asked = evidence.asked(make_problem("gemm", (2048, 512, 512)))
-    every = shipped.accuracies_of_form(asked)
     checked = 0
     for name in ("cuda.quantize_row+cuda.scaled_gemm_row",
                  "cuda.quantize_tensor+cuda.scaled_gemm_tensor"):  # fmt: skip
         row = KernelRow.of(KERNELS[name])
-        for n, k, key in sorted(every)[::4]:
-            problem = make_problem("gemm", (2048, n, k))
-            true = bounds_or_reason(row, problem, key, evidence, True)
-            others = [one for one in every if one[1] != k]
-            monkeypatch.setattr(shipped, "accuracies_of_form", lambda _, others=others: others)
-            monkeypatch.setattr(
-                "lokakern.selection.prediction.errors.errors_or_reason", lambda *_: "left out"
-            )
-            evidence.memory.clear()
-            bound = predicted_errors(row, problem, evidence)
-            monkeypatch.undo()
-            if isinstance(true, Bounds) and isinstance(bound, Bounds):
-                checked += 1
-                assert all(true.errors[limit] <= bound.errors[limit]
-                           for limit in ("row_err", "row_p99", "rel_err"))  # fmt: skip
+        for true, bound in measured_and_predicted(
+            shipped, evidence, row, "gemm", "none", 4, monkeypatch
+        ):
+            checked += 1
+            assert all(true.errors[limit] <= bound.errors[limit] for limit in CARRIED)
     assert checked > 15
 
 

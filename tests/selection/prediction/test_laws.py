@@ -12,18 +12,19 @@ import pytest
 from msgspec import json
 
 import lokakern
-from lokakern.bench.prediction.fit_laws import fitted_us, work_in
+from lokakern.bench.prediction.fit_laws import _with_known_parts, fitted_us, work_in
+from lokakern.bench.prediction.left_out import Timings
 from lokakern.errors import DatabaseError
 from lokakern.problems import make_problem
 from lokakern.registry.register import KERNELS, load_kernels
 from lokakern.registry.schema.records import KernelRow
 from lokakern.registry.snapshot.loading import load_snapshot
 from lokakern.selection import dispatcher
-from lokakern.selection.candidates import Bounds, Evidence, bounds_or_reason
-from lokakern.selection.prediction.errors import predicted_errors
+from lokakern.selection.candidates import CARRIED, Evidence
 from lokakern.selection.prediction.laws import BEYOND, work_of
 from lokakern.selection.prediction.model_file import Model, parse
 from lokakern.types import REALISTIC_DISTRIBUTIONS, Format, Granularity, Layout, Operand
+from tests.support.left_out_errors import measured_and_predicted
 from tests.support.shipped import H200_FILE
 
 H200 = "NVIDIA H200"
@@ -175,6 +176,22 @@ def test_rates_are_found_again_and_never_negative() -> None:
     assert fitted_us(with_none, times_us)[-1] == 0
 
 
+def test_products_with_a_part_of_few_pairs_are_not_fitted() -> None:
+    problems = [
+        make_problem("gemm_norm", (m, n, 512), epilogue=epilogue)
+        for m in (512, 2048)
+        for epilogue, sizes in (("layer", (256, 512, 768, 1024)), ("bias+cross", (256, 512, 768)))
+        for n in sizes
+    ]
+    times_us = np.arange(float(len(problems)))
+    found = _with_known_parts(Timings("x", "", Granularity.ROW, problems, times_us))
+    assert {problem.epilogue for problem in found.problems} == {"layer"}
+    assert [problems[int(us)] for us in found.times_us] == found.problems
+    norms = [make_problem("norm_quantize", (512, 512), epilogue="layer", out_format="e4m3fn")]
+    one = Timings("x", "", Granularity.ROW, norms, np.ones(1))
+    assert _with_known_parts(one) is one
+
+
 def test_a_wave_that_is_not_full_counts_as_full() -> None:
     problem = make_problem("scaled_gemm", (1, 128, 1024))
     work = work_of(problem, np.array([132 * 128, 132 * 128 + 1, 264 * 128]), 132)
@@ -190,23 +207,11 @@ def test_predicted_errors_of_norms_bound_those_left_out(
     row = KernelRow.of(KERNELS["cuda.quantize_row+cuda.gemm_norm_row"])
     checked = 0
     for epilogue in ("layer", "relu", "block_rms(256)+hardswish"):
-        asked = evidence.asked(make_problem("gemm_norm", (2048, 512, 512), epilogue=epilogue))
-        every = shipped.accuracies_of_form(asked)
-        for n, k, key in every:
-            problem = make_problem("gemm_norm", (2048, n, k), epilogue=epilogue)
-            true = bounds_or_reason(row, problem, key, evidence, True)
-            others = [one for one in every if one[1] != k]
-            monkeypatch.setattr(shipped, "accuracies_of_form", lambda _, others=others: others)
-            monkeypatch.setattr(
-                "lokakern.selection.prediction.errors.errors_or_reason", lambda *_: "left out"
-            )
-            evidence.memory.clear()
-            bound = predicted_errors(row, problem, evidence)
-            monkeypatch.undo()
-            if isinstance(true, Bounds) and isinstance(bound, Bounds):
-                checked += 1
-                assert all(true.errors[limit] <= bound.errors[limit]
-                           for limit in ("row_err", "row_p99", "rel_err"))  # fmt: skip
+        for true, bound in measured_and_predicted(
+            shipped, evidence, row, "gemm_norm", epilogue, 1, monkeypatch
+        ):
+            checked += 1
+            assert all(true.errors[limit] <= bound.errors[limit] for limit in CARRIED)
     assert checked >= 8
 
 
