@@ -48,6 +48,7 @@ from lokakern.device import current_device
 from lokakern.errors import FormatError, UnknownNameError, UnsupportedError
 from lokakern.nn.adoption import Chosen, adopt, apply_choice, remove_choice
 from lokakern.nn.crossed_forward import crossed_of, remove_crosses, renew_products, set_crosses
+from lokakern.nn.joined import joined_between
 from lokakern.nn.linear import Linear, Routed
 from lokakern.nn.linear_norm_act import LinearNormAct
 from lokakern.nn.module_scan import (
@@ -58,6 +59,7 @@ from lokakern.nn.module_scan import (
     named_modules,
     shape_of,
 )
+from lokakern.nn.norm_gradient import KERNEL as GRADIENT_KERNEL
 from lokakern.nn.raw_product import RawProduct, is_layer
 from lokakern.nn.rectified import KERNEL as RELU_KERNEL
 from lokakern.nn.rectified import rectified_between
@@ -114,8 +116,9 @@ def convert(
     and names. The kernels of its output, and of the gradients of its input and weight, are chosen
     separately, by ranges of m, from measurements on the device, or by its time model where nothing
     was measured (LOKAKERN_PREDICT=0: bfloat16 there); only `Conversion.refresh` changes them.
-    Without a faster quantizing kernel a product stays bitwise equal to `nn.Linear`. Only bfloat16
-    products are quantized: of bfloat16 parameters, or under autocast.
+    Without a faster quantizing kernel a product stays bitwise equal to `nn.Linear`, but for relus
+    and gradients behind layers of an `nn.Sequential` (``between``). Only bfloat16 products are
+    quantized: of bfloat16 parameters, or under autocast.
 
     Products with a parameter of another module, such as ``x @ self.w``, are sites, too, except with
     a report, if torch.fx can trace the forward of the module (`lokakern.nn.raw_pattern`), and those
@@ -464,10 +467,14 @@ class Conversion:
             weight = next(sequence.parameters(), None) if is_wanted else None
             scales, activating = ("",) * len(sequence), [""] * len(sequence)
             rectified: tuple[str, ...] = ()
+            joined: tuple[str, ...] = ()
             if weight is not None:
-                device = self._device_for(weight)
-                if self.has_relus and dispatcher.snapshot().is_timed(RELU_KERNEL, device):
+                device, facts = self._device_for(weight), dispatcher.snapshot()
+                if self.has_relus and facts.is_timed(RELU_KERNEL, device):
                     rectified = rectified_between(sequence)
+                is_trained = self.has_relus and not self._inference
+                if is_trained and facts.is_timed(GRADIENT_KERNEL, device):
+                    joined = joined_between(sequence)
                 scales = self._scales_of(sequence, device)
                 found = activations_between(sequence, scales) if self._inference else {}
                 for place, (name, reader) in found.items():
@@ -490,22 +497,31 @@ class Conversion:
                 or (was_told and keep_classes)
                 or (
                     type(sequence) is nn.Sequential
-                    and any((*scales, *activating, *chains, *rectified))
+                    and any((*scales, *activating, *chains, *rectified, *joined))
                 )
             ):
-                set_handoff(sequence, scales, activating, self._key, chains, rectified)
+                set_handoff(sequence, scales, activating, self._key, chains, rectified, joined)
 
     @property
     def rectified(self) -> dict[str, str]:
         """Names of sites whose product may apply the relu behind it, and its route."""
+        return self._between_sites("rectified")
+
+    @property
+    def joined(self) -> dict[str, str]:
+        """Names of sites with what is behind them whose gradients one op computes, as text."""
+        return self._between_sites("joined")
+
+    def _between_sites(self, column: str) -> dict[str, str]:
+        """The texts of a column of the newest handoffs, by the names of sites."""
         names = {id(site.module): site.name for site in self.sites.values()}
         return {
-            names[id(module)]: route
+            names[id(module)]: text
             for sequence in self.sequences
             if isinstance(sequence, BoundedSequential) and sequence.is_as_known
             for handoff in sequence._handoffs[-1:]
-            for module, route in zip(sequence, handoff.rectified, strict=True)
-            if route and id(module) in names
+            for module, text in zip(sequence, getattr(handoff, column), strict=True)
+            if text and id(module) in names
         }
 
     def _apply_crosses(self, keep_classes: bool) -> None:
@@ -690,6 +706,11 @@ class Conversion:
         notes += self._chain_notes()
         if self.rectified:
             notes.append(f"{RELU_KERNEL} applies the relu behind {', '.join(self.rectified)}")
+        if self.joined:
+            notes.append(
+                f"compiled training: {GRADIENT_KERNEL} computes gradients of bias, norm and "
+                f"activation behind {', '.join(self.joined)}"
+            )
         notes += [f"{name} is unchanged: {why}" for name, why in self.skipped.items()]
         note = "\n".join(notes)
         print_rows(rows, "table", title=repr(self), note=note)

@@ -350,11 +350,12 @@ def groups_of(conversion: Conversion, rows: Rows, trained: set[str]) -> list[Gro
 
 
 def _relu_groups(conversion: Conversion, rows: Rows) -> list[Group]:
-    """The relus that products apply in the step, if there are any, as one group."""
+    """Relus in products, and gradients behind layers, of the step: one group, if there are any."""
     found = {
         name: sizes for name, route in conversion.rectified.items()
         if (sizes := [m for m in rows.get(name, ()) if kernel_at(route, m)])
     }  # fmt: skip
+    found |= {name: list(rows[name]) for name in conversion.joined if rows.get(name)}
     if not found:
         return []
     shapes = {shape_of(conversion.sites[name].module)[:2] for name in found}

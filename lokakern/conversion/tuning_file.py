@@ -88,7 +88,7 @@ class TuningFile(Struct, forbid_unknown_fields=True, frozen=True):
     kernels: dict[_Name, _Name]
     sites: Annotated[list[TunedSite], Meta(max_length=100_000)]
     chains: Annotated[list[TunedChain], Meta(max_length=100_000)]
-    has_relus: bool  # whether products apply the relu behind them
+    has_relus: bool  # whether products apply relus, and gradients behind layers are joined
     digest: _Name = ""
 
     @property

@@ -9,7 +9,8 @@ namespace lokakern {
 
 // Ops that have plans; `recorded_op` in Python registers NAME_cold for each.
 inline constexpr const char* kOps[] = {"gemm", "routed_gemm", "weight_gradient", "quantize_weight",
-                                       "quantize_activated", "activated_gemm", "routed_chain",
+                                       "quantize_activated", "activated_gemm", "norm_gradient",
+                                       "routed_chain",
                                        "gemm_norm", "gemm_norm_scaled", "norm_quantize",
                                        "norm_quantize_scaled", "scaled_gemm", "quantize",
                                        "quantize_static", "quantize_transpose",
@@ -27,6 +28,8 @@ inline constexpr const char* kSchemas[] = {
     "quantize_activated(Tensor x, str activation, str name) -> (Tensor, Tensor)",
     "activated_gemm(Tensor x, str activation, str name, Tensor data, Tensor scale, Tensor? bias, "
     "str route) -> Tensor",
+    "norm_gradient(Tensor dd, Tensor y, Tensor? bias, Tensor? norm_weight, Tensor? norm_bias, str "
+    "norm, str activation, float eps) -> (Tensor, Tensor)",
     "routed_chain(Tensor x, Tensor?[] operands, str plan) -> Tensor",
     "gemm_norm(Tensor a, Tensor? a_scale, str a_granularity, Tensor b, Tensor? b_scale, Tensor? "
     "source, str b_granularity, Tensor? bias, Tensor? norm_weight, Tensor? norm_bias, Tensor? "

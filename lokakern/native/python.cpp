@@ -289,6 +289,11 @@ bool add_argument(PyObject* object, Words& words, Inputs& inputs, Items& items, 
     inputs.push_back(&tensor);
   } else if (PyBool_Check(object)) {
     words.append({4, object == Py_True});
+  } else if (PyFloat_CheckExact(object)) {
+    int64_t bits = 0;
+    const double number = PyFloat_AS_DOUBLE(object);
+    std::memcpy(&bits, &number, sizeof bits);
+    words.append({3, bits});
   } else if (PyUnicode_CheckExact(object)) {
     Py_ssize_t size = 0;
     const char* text = PyUnicode_AsUTF8AndSize(object, &size);  // kept in the object
@@ -312,8 +317,8 @@ bool add_argument(PyObject* object, Words& words, Inputs& inputs, Items& items, 
   return true;
 }
 
-// call_op(name, ...): the result of an op with one result, by the plan of its call; None where
-// there is none. It spares the parsing and dispatching that torch does for any op.
+// call_op(name, ...): the result of an op, or a tuple of several, by the plan of its call; None
+// where there is none. It spares the parsing and dispatching that torch does for any op.
 PyObject* call_op(PyObject*, PyObject* const* given, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   Words words;
@@ -345,7 +350,11 @@ PyObject* call_op(PyObject*, PyObject* const* given, Py_ssize_t count) {
     PyErr_SetString(launch_error, error.what());
     return nullptr;
   }
-  return THPVariable_Wrap(std::move(results[0]));
+  if (results.size() == 1) return THPVariable_Wrap(std::move(results[0]));
+  PyObject* const all = PyTuple_New(static_cast<Py_ssize_t>(results.size()));
+  for (size_t i = 0; all && i < results.size(); ++i)
+    PyTuple_SET_ITEM(all, static_cast<Py_ssize_t>(i), THPVariable_Wrap(std::move(results[i])));
+  return all;
   END_HANDLE_TH_ERRORS
 }
 

@@ -19,14 +19,16 @@ Inductor's functions for this are not stable. Without them products are right, b
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from lokakern import numerics, sampled_check
 from lokakern.native import NATIVE
+from lokakern.nn import norm_gradient as _norm_gradient  # noqa: F401  # defines its op
 from lokakern.nn import routed_chain as _  # noqa: F401  # defines its op
 from lokakern.nn import routed_matmul
 from lokakern.types import GROUP, Granularity
@@ -99,6 +101,22 @@ def fuse_quantizers() -> None:
     for name in ("activated_gemm", "weight_gradient", "routed_chain"):
         op = getattr(ops, name).default
         register_lowering(op, type_promotion_kind=None)(called(name))
+    call_gradient = called("norm_gradient")
+
+    def gradient(
+        dd: Any, y: Any, bias: Any, norm_weight: Any, norm_bias: Any, norm: str, activation: str,
+        eps: float,
+    ) -> Any:  # fmt: skip
+        if norm == "none" and activation == "relu" and bias is not None and _is_generated(ir, dd):
+            # In the kernel that computes dd, which would otherwise be written and read for this.
+            aten = torch.ops.aten
+            zero = lowerings[aten.full.default]([], 0, dtype=dd.get_dtype(), device=dd.get_device())
+            dy = lowerings[aten.where.self](lowerings[aten.le.Scalar](y, 0), zero, dd)
+            dy.realize()  # else the sum computes dd once more, from all that it is made of
+            return dy, lowerings[aten.sum.dim_IntList](dy, [0], True)
+        return call_gradient(dd, y, bias, norm_weight, norm_bias, norm, activation, eps)
+
+    register_lowering(ops.norm_gradient.default, type_promotion_kind=None)(gradient)
     rectify = torch.ops.aten._addmm_activation
     call_rectified = fallback_handler(rectify.default, add_to_fallback_set=False)  # type: ignore[no-untyped-call]
 
@@ -184,6 +202,12 @@ def weight_gradient(*given: Any) -> Tensor:
     return _called("lokakern::weight_gradient", torch.ops.lokakern.weight_gradient.default, given)
 
 
+def norm_gradient(*given: Any) -> tuple[Tensor, Tensor]:
+    """``torch.ops.lokakern.norm_gradient``."""
+    op = torch.ops.lokakern.norm_gradient.default
+    return cast("tuple[Tensor, Tensor]", _called("lokakern::norm_gradient", op, given))
+
+
 def routed_chain(*given: Any) -> Tensor:
     """``torch.ops.lokakern.routed_chain``."""
     return _called("lokakern::routed_chain", torch.ops.lokakern.routed_chain.default, given)
@@ -215,6 +239,9 @@ def _is_summed_over_rows(node: torch.fx.Node) -> bool:
     """Whether the left operand of a product is summed over its rows, as for a bias."""
     operand = node.args[0]
     assert isinstance(operand, torch.fx.Node)
+    made = operand.args[0] if operand.target is operator.getitem else None
+    if isinstance(made, torch.fx.Node) and made.target is torch.ops.lokakern.norm_gradient.default:
+        return True
     total = torch.ops.aten.sum.dim_IntList
     return any(x.target is total and x.args[1] in ([0], [-2]) for x in operand.users)
 

@@ -631,6 +631,12 @@ class Linear(nn.Linear, Routed):
             return _traced_product(self, plan, input, None, self.bias, input_scale)
         return self.product(input, self.weight, self.bias, input_scale)
 
+    def forward_with(self, input: Tensor, bias: Tensor, input_scale: str = "") -> Tensor:
+        """`forward` with another bias, for compilers; not with padding or across tokens."""
+        if not self._plan:
+            return linear(input, self.weight, bias)
+        return _traced_product(self, self._plan, input, None, bias, input_scale)
+
     def _altered(self, input: Tensor, input_scale: str) -> Tensor:
         """`forward` with padding, a held weight, or across tokens."""
         if self.padding == (0, 0):

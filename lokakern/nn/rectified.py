@@ -26,7 +26,9 @@ from lokakern.nn.linear import (
     _wants_gradients,
     fuse_quantizers,
 )
+from lokakern.nn.norm_gradient import is_fast
 from lokakern.nn.routed_matmul import (
+    OPS,
     PLAIN,
     RoutedLinear,
     quantizes_at,
@@ -37,6 +39,8 @@ from lokakern.nn.routed_matmul import (
 from lokakern.types import Granularity
 
 KERNEL = "torch.bf16_relu"
+# Whether the gradients of a relu and of the bias are computed by one op.
+APART, JOINED = "apart", "joined"
 # Columns in 16 bytes: cuBLAS is slow where rows do not begin at multiples, and a compiler pads
 # them. At k = 479 and 32768 rows an MLP took 1.31 times as long with the relu in its products.
 COLUMNS = 8
@@ -115,15 +119,15 @@ def multiply_rectified(layer: nn.Module, relu: nn.Module, x: Any, route: str) ->
         return None
     if x.dim() > 2 and not x.is_contiguous():
         return None  # nn.Linear adds the bias separately, and rounds twice
-    way = traced_way if is_compiling() else rectifying_way
-    found = way(layer._plan, route, m, x.dtype, weight.dtype, x.device.type)
+    given = layer._plan, route, m, x.dtype, weight.dtype, x.device.type
+    found = traced_way(layer.out_features, *given) if is_compiling() else rectifying_way(*given)
     if not found:
         return None
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     if is_grad_enabled() and _wants_gradients(x, weight, bias):
-        if not is_compiling() or _has_backward_hooks(layer) or _has_backward_hooks(relu):
+        if not is_compiling() or has_backward_hooks(layer) or has_backward_hooks(relu):
             return None
-        y: Tensor = RectifiedLinear.apply(rows, weight, bias, *found.split("\0")[1:])  # type: ignore[no-untyped-call]
+        y: Tensor = RectifiedLinear.apply(rows, weight, bias, *found.split("\0"))  # type: ignore[no-untyped-call]
     else:
         y = _addmm_activation(bias, rows, weight.t())
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
@@ -132,7 +136,7 @@ def multiply_rectified(layer: nn.Module, relu: nn.Module, x: Any, route: str) ->
 def rectifying_way(
     plan: str, route: str, m: int, dtype: torch.dtype, weight_dtype: torch.dtype, device: str
 ) -> str:
-    """A word, and the routes of both gradients; "" where the modules have to run.
+    """`APART`, and the routes of both gradients; "" where the modules have to run.
 
     It reads the state of autocast and global hooks, which Dynamo guards. ``m`` is -1 if it is
     dynamic.
@@ -140,7 +144,7 @@ def rectifying_way(
     is_at = quantizes_at((route,), m) if m >= 0 else _is_at_any(route)
     if not is_at or not (dtype is weight_dtype is bfloat16 and _fits(dtype, weight_dtype, device)):
         return ""
-    if torch._C._are_functorch_transforms_active() or not _are_calls_plain():
+    if torch._C._are_functorch_transforms_active() or not are_calls_plain():
         return ""
     if is_exporting() and is_grad_enabled():
         return ""  # what is exported may be trained, and torch has no derivative of the product
@@ -148,24 +152,26 @@ def rectifying_way(
     is_quantized = quantizes_at((to_output,), m) if m >= 0 else to_output != PLAIN
     if ALTERED in flags or OFFLOADED in flags or is_quantized:
         return ""
-    return "\0".join(("at", *gradients))
+    return "\0".join((APART, *gradients))
 
 
-def traced_way(*given: Any) -> str:
-    """`rectifying_way` as a constant for compilers."""
+def traced_way(columns: int, *given: Any) -> str:
+    """`rectifying_way` as a constant for compilers, with `JOINED` for `APART` where that holds."""
     fuse_quantizers()  # and the call of the product
-    return rectifying_way(*given)
+    found = rectifying_way(*given)
+    return found.replace(APART, JOINED, 1) if found and is_fast(columns, given[-1]) else found
 
 
 def _is_at_any(route: str) -> bool:
     return all(name for part in segments_of(route) for _, name in part)
 
 
-def _has_backward_hooks(module: nn.Module) -> bool:
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks of the backward pass."""
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
-def _are_calls_plain() -> bool:
+def are_calls_plain() -> bool:
     """Whether calls of modules have no hooks, and are those of torch, which others may replace."""
     of = nn.modules
     if has_global_hooks() or of.module._global_backward_hooks:
@@ -173,7 +179,8 @@ def _are_calls_plain() -> bool:
     if of.module._global_backward_pre_hooks:
         return False
     methods = (
-        (nn.ReLU.forward, of.activation), (nn.ReLU.__call__, of.module),
+        *((kind.forward, of.activation) for kind in (nn.ReLU, nn.Hardswish, nn.SiLU)),
+        (nn.LayerNorm.forward, of.normalization), (nn.ReLU.__call__, of.module),
         (nn.Module._call_impl, of.module),
     )  # fmt: skip
     return all(getattr(method, "__globals__", None) is vars(file) for method, file in methods)
@@ -184,16 +191,23 @@ class RectifiedLinear(RoutedLinear):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, to_input: str, to_weight: str
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, how: str, to_input: str, to_weight: str
     ) -> Tensor:
         ctx.to_input, ctx.to_weight, ctx.dtype = to_input, to_weight, weight.dtype
+        ctx.is_joined = how == JOINED
         y = _addmm_activation(bias, x, weight.t())
         # A copy, which Inductor removes: Dynamo does not notice that a module writes to y later.
-        ctx.save_for_backward(x, weight, y.clone())
+        ctx.save_for_backward(x, weight, y.clone(), bias)
         return y
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        x, weight, y = ctx.saved_tensors
+        x, weight, y, bias = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        if ctx.is_joined and needs[2]:
+            given = (gradients[0], y, bias, None, None, "none", "relu", 0.0)
+            grad, sums = OPS.norm_gradient(*given)
+            to_x, to_weight, _ = routed_gradients(ctx, grad, x, weight, None, None, sums_bias=False)
+            return to_x, to_weight, sums[0], None, None, None
         grad = torch.ops.aten.threshold_backward(gradients[0], y, 0)
-        return *routed_gradients(ctx, grad, x, weight, None, None), None, None
+        return *routed_gradients(ctx, grad, x, weight, None, None), None, None, None

@@ -630,9 +630,9 @@ class TurnedLinear(RoutedLinear):
 
 def routed_gradients(
     ctx: Any, grad: Tensor, x: Tensor, weight: Any, turned: Tensor | None,
-    turned_scale: Tensor | None,
+    turned_scale: Tensor | None, *, sums_bias: bool = True,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Gradients of x, weight and bias by their routes."""
+    """Gradients of x, weight and, if it is to be summed here, bias by their routes."""
     needs = ctx.needs_input_grad
     grad_x = grad_weight = grad_bias = None
     if needs[1]:
@@ -652,7 +652,7 @@ def routed_gradients(
             if is_checked and _is_unchanged(*ctx.given):
                 weight = ctx.given[0]
             grad_x = multiply(grad, weight, turned, turned_scale, None, ctx.to_input, "", False)
-    if needs[2]:
+    if needs[2] and sums_bias:
         grad_bias = grad.sum(0)
     return grad_x, grad_weight, grad_bias
 

@@ -41,6 +41,7 @@ from lokakern.nn.chain_call import (
     words_of_plan,
 )
 from lokakern.nn.chain_plan import read_plan
+from lokakern.nn.joined import count_joined, joined_way, multiply_joined
 from lokakern.nn.linear import Linear, described, quantizes
 from lokakern.nn.linear_norm_act import LinearNormAct
 from lokakern.nn.rectified import ALWAYS, multiply_rectified, traced_way
@@ -70,6 +71,8 @@ class Handoff(NamedTuple):
         chains: For the first module of a chain, its plan (`lokakern.nn.chain_plan`); "" for others.
         rectified: For a layer before a relu, the route of products that apply it
             (`lokakern.nn.rectified`); "" for other modules.
+        joined: For a layer, what is behind it whose gradients one op computes in compiled training
+            steps (`lokakern.nn.joined`); "" for other modules.
     """
 
     key: str = ""
@@ -78,6 +81,12 @@ class Handoff(NamedTuple):
     activating: tuple[str, ...] = ()
     chains: tuple[str, ...] = ()
     rectified: tuple[str, ...] = ()
+    joined: tuple[str, ...] = ()
+
+    @property
+    def settings(self) -> tuple[tuple[str, ...], ...]:
+        """What `_states_at` reads: all but what only compilers read."""
+        return self[2:6]
 
 
 _ROWWISE = frozenset((
@@ -131,7 +140,7 @@ class BoundedSequential(nn.Sequential):
         if [word[0] for word in words] != [_kind(module) for module in modules]:
             return super().forward(input)  # type: ignore[no-any-return, no-untyped-call]
         scales, activating = tuple(w[1] for w in words), tuple(w[2] for w in words)
-        chains, rectified = tuple(w[3] for w in words), tuple(w[4] for w in words)
+        chains, rectified, joined = (tuple(w[i] for w in words) for i in (3, 4, 5))
         place = 0
         while place < len(modules):
             if chains[place]:
@@ -158,6 +167,12 @@ class BoundedSequential(nn.Sequential):
             scale = scales[place] if isinstance(module, Linear) else ""
             if scale and not _is_bounded(modules, place):
                 scale = ""
+            if joined[place]:
+                end = place + count_joined(joined[place])
+                done = multiply_joined(modules[place:end], input, joined[place], scale)
+                if done is not None:
+                    input, place = done, end
+                    continue
             input = module(input, input_scale=scale) if scale else module(input)
             place += 1
         return input
@@ -186,12 +201,12 @@ class BoundedSequential(nn.Sequential):
             kept = self._by_rows
             if kept is None or len(kept) >= _MOST_ROWS:
                 kept = vars(self)["_by_rows"] = {}
-            kept[m] = _states_at(*handoff[2:], m), handoff
+            kept[m] = _states_at(*handoff.settings, m), handoff
         return BoundedSequential._run_from(self, input, 0, handoff)
 
     def _run_from(self, input: Tensor, place: int, handoff: Handoff) -> Tensor:
         """The output of the modules from a place on."""
-        _, modules, *settings = handoff
+        modules, settings = handoff.modules, handoff.settings
         m = rows_in(input)
         states = _states_at(*settings, m)
         for here in range(place, len(modules)):
@@ -209,7 +224,7 @@ class BoundedSequential(nn.Sequential):
 
     def _handed(self, input: Tensor, place: int, m: int, handoff: Handoff) -> tuple[Tensor, int]:
         """The output of the module at a place, or of a chain, and the place after it."""
-        _, modules, scales, activating, chains, rectified = handoff
+        _, modules, scales, activating, chains, rectified, _ = handoff
         module, plan, route, scale = modules[place], chains[place], activating[place], scales[place]
         if plan:
             found, end = call_again(self, input, plan, modules, place=place)
@@ -266,7 +281,7 @@ class BoundedSequential(nn.Sequential):
             for h in self._handoffs
         )
         if any(map(any, (x for handoff in self._handoffs for x in handoff[2:]))):
-            prepare_chains(_relus_at, traced_way)
+            prepare_chains(_relus_at, traced_way, joined_way)
         _write_known(self)
 
 
@@ -298,7 +313,9 @@ def _relus_at(known: str, m: int) -> str | None:
     if m < 0 or not known.endswith(_KEEPS_ROWS):
         return None
     words = (word.split("\0") for word in known.removesuffix(_KEEPS_ROWS).split("\1"))
-    _, *columns = zip(*words, strict=True)
+    _, *columns, joined = zip(*words, strict=True)
+    if any(joined):
+        return None
     states = _states_at(*columns, m)
     return None if 2 in states else ",".join(str(i) for i, x in enumerate(states) if x == 3)
 
@@ -430,6 +447,7 @@ def set_handoff(
     key: str = "",
     chains: Sequence[str] = (),
     rectified: Sequence[str] = (),
+    joined: Sequence[str] = (),
 ) -> None:
     """Apply a conversion's settings for the current modules of a sequence.
 
@@ -440,12 +458,13 @@ def set_handoff(
         key: Of the conversion.
         chains: For each module; () means none. The layers keep the FP8 weights that they read.
         rectified: For each module; () means none.
+        joined: For each module; () means none.
 
     Raises:
         UnsupportedError: The modules at a place are not the layers of its chain.
     """
     modules, none = tuple(sequence), ("",) * len(sequence)
-    chains, rectified = tuple(chains) or none, tuple(rectified) or none
+    chains, rectified, joined = (tuple(x) or none for x in (chains, rectified, joined))
     for place, plan in enumerate(chains):
         if plan and not _parts_at(modules, place, words_of_plan(plan), in_call=False)[0]:
             found = ", ".join(str(module) for module in modules[place:])
@@ -454,12 +473,13 @@ def set_handoff(
                 f"are {found}"
             )
     _drop_chain_weights(sequence, key)
-    handoff = Handoff(key, modules, tuple(scales), tuple(activating), chains, rectified)
+    given = (tuple(scales), tuple(activating), chains, rectified, joined)
+    handoff = Handoff(key, modules, *given)
     sequence._handoffs = (*_others(sequence, key), handoff)  # type: ignore[assignment]
     for layer, granularity in _chain_weights(handoff):
         layer.keep_chain_weight(key, granularity)
     if any(map(any, handoff[2:])):
-        prepare_chains(_relus_at, traced_way)
+        prepare_chains(_relus_at, traced_way, joined_way)
     if type(sequence) is nn.Sequential:
         sequence.__class__ = BoundedSequential  # last, for concurrent calls
     _write_known(sequence)

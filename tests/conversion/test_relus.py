@@ -13,15 +13,18 @@ from torch import nn
 import lokakern
 from lokakern.conversion.convert import Conversion
 from lokakern.conversion.tune import Tuning, tune
+from lokakern.nn.norm_gradient import KERNEL as GRADIENT_KERNEL
 from lokakern.nn.rectified import KERNEL
 from lokakern.nn.routed_matmul import kernel_at
 from lokakern.problems import make_problem
 from lokakern.selection import dispatcher
+from lokakern.types import Format
 from tests.conversion.test_tune import M, On, Script
 from tests.support.conversions import H200, K, N, measured
 from tests.support.measurements import Book, time
 
 RELUS = ("relus", "relu")
+BF16 = Format.BFLOAT16
 INPUT = torch.randn(M, K, generator=torch.Generator().manual_seed(0)).bfloat16()
 convert = functools.partial(lokakern.convert, distribution="X1", device=H200)
 
@@ -144,3 +147,24 @@ def test_no_relu_appears_where_quantized_products_were_dropped(known: Book) -> N
     found, handle, _ = tuned(lambda on: 100.0 + len(on), quantized)
     assert [t.group.gemm for t in found.groups] == ["output"]
     assert found.after is None and not handle.rectified
+
+
+def test_gradients_behind_layers_are_joined_in_training_where_their_kernel_was_timed(
+    known: Book,
+) -> None:
+    def normed() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(32, K), nn.LayerNorm(K), nn.ReLU(), nn.Linear(K, N),
+                             nn.ReLU(), nn.Linear(N, 1)).bfloat16()  # fmt: skip
+
+    assert not convert(normed(), 0.06).joined
+    problem = make_problem("norm_backward", (512, 8), epilogue="bias+relu", out_format=BF16)
+    known.write(time(GRADIENT_KERNEL, problem, 3.0)).use()
+    model = normed()
+    handle = convert(model, 0.06)
+    assert handle.joined == {"0": "layer relu", "3": "none relu"}
+    for options in ({"inference": True}, {"between": False}):
+        assert not convert(normed(), 0.06, **options).joined
+    handle.use_routes({}, has_relus=False)  # as tuning decides
+    assert not handle.joined and not handle.rectified
+    handle.undo()
+    assert type(model) is nn.Sequential

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lokakern.kernels.cuda import norm_backward, quantize_sums
+from lokakern.kernels.cuda import gradient_sums, norm_backward, quantize_sums
 from lokakern.registry.register import KERNELS
 from lokakern.sums import column_sums
 from lokakern.types import Format
@@ -41,7 +41,7 @@ extern "C" void launch(unsigned blocks, unsigned threads, const char* dd, const 
 @pytest.fixture(scope="module")
 def folder() -> Path:
     sources = Path(norm_backward.SOURCE).parent
-    own = [sources / name for name in ("norm_backward.cu", "folds.cuh")]
+    own = [sources / name for name in ("norm_backward.cu", "gradient_sums.cu", "folds.cuh")]
     copies = {path.name: path for path in (*sources.glob("quantize*.cu*"), *own)}
     headers = dict.fromkeys(("norm.cuh", "norm_backward_ptx.cuh"), HEADER)
     return host.sources("norm_backward", copies | headers | {"ptx.cuh": host.HEADER})
@@ -52,7 +52,7 @@ def on_host(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(host.CALLS, "norm_backward", CALL)
     monkeypatch.setitem(host.C_TYPES, "f", ctypes.c_float)
     launch = functools.partial(host.HostLaunch, folder)
-    for module in (norm_backward, quantize_sums):
+    for module in (norm_backward, gradient_sums, quantize_sums):
         monkeypatch.setattr(module, "CudaLaunch", launch)
         monkeypatch.setattr(module, "bind", functools.cache(module.bind.__wrapped__))
 
@@ -130,3 +130,17 @@ def test_a_bias_has_the_sums_of_float32_gradients_in_their_order() -> None:
         exact = found.dd.float() * ((found.y > 0) if last == "relu" else 1.0)
         assert found.outputs.sums is not None
         assert torch.equal(found.outputs.sums[0], column_sums(exact))
+
+
+@pytest.mark.usefixtures("on_host")
+@pytest.mark.parametrize(("m", "k"), [(1, 8), (130, 264), (16700, 8)])
+def test_sums_of_bfloat16_vectors_are_rounded_once(m: int, k: int) -> None:
+    found = run(Variant("layer", "relu", out=None), m, k)
+    wide = found.outputs.sums
+    assert wide is not None
+    narrow = torch.full_like(wide, torch.nan, dtype=torch.bfloat16)
+    found.outputs = found.outputs._replace(sums=narrow)
+    found.launch()
+    assert torch.equal(narrow, wide.bfloat16())
+    wide[0, 0] = 0.0  # and are those of this launch
+    assert not torch.equal(narrow, wide.bfloat16())

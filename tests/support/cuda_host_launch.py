@@ -88,6 +88,12 @@ extern "C" void launch(unsigned blocks, unsigned threads, const float* parts, fl
     run_grid(blocks, threads, false, [=] { quantize_sums(parts, sums, tiles, columns); });
 }
 """,
+    "gradient_sums": """
+extern "C" void launch(unsigned blocks, unsigned threads, const float* parts, unsigned short* sums,
+                       int tiles, int columns) {
+    run_grid(blocks, threads, false, [=] { gradient_sums(parts, sums, tiles, columns); });
+}
+""",
     "quantize_tensor": """
 extern "C" void launch(unsigned blocks, unsigned threads, const char* x, unsigned char* data,
                        float* scale, unsigned* maxima, int rows, int parts, long long columns,

@@ -10,6 +10,7 @@ from lokakern.kernels.cuda import (
     activate_quantize,
     gemm_cross,
     gemm_norm,
+    gradient_sums,
     norm_backward,
     norm_quantize,
     norm_tiles,
@@ -120,3 +121,4 @@ def programs() -> Iterator[tuple[str, Program]]:
                 continue
             backward = norm_backward.bind(norm_backward.Signature(columns, *rest))
             yield f"norm_backward {columns} {words}", backward.launch.program
+    yield "norm_backward adds bfloat16", gradient_sums.bind().program

@@ -1,0 +1,288 @@
+"""Gradients behind layers in one op: values, where the modules run, and what a compiler makes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
+
+from lokakern.nn import joined, norm_gradient, rectified
+from lokakern.nn.joined import count_joined, joined_between
+from lokakern.nn.linear import Linear
+from lokakern.nn.rectified import rectified_between
+from lokakern.nn.static_handoff import BoundedSequential, set_handoff
+from lokakern.sums import column_sums
+from tests.support.routed_layers import BY_ROW, K, layer_of, rows
+
+OP = "lokakern::norm_gradient"
+N = 2 * K
+
+
+@pytest.fixture(autouse=True)
+def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU that has the kernel; its emulation runs."""
+    for module in (joined, rectified):
+        monkeypatch.setattr(module, "is_fast", lambda columns, device: columns <= 8192)
+    torch._dynamo.reset()
+
+
+def model_of(*modules: nn.Module, relus: bool = False) -> nn.Sequential:
+    torch.manual_seed(0)
+    for module in modules:
+        if isinstance(module, nn.LayerNorm) and module.bias is not None:
+            nn.init.normal_(module.weight)
+            nn.init.normal_(module.bias)
+    model = nn.Sequential(*modules).bfloat16()
+    none = [""] * len(model)
+    relus_at = rectified_between(model) if relus else ()
+    set_handoff(model, none, none, rectified=relus_at, joined=joined_between(model))
+    return model
+
+
+def usual() -> nn.Sequential:
+    return model_of(
+        Linear(K, N), nn.LayerNorm(N), nn.ReLU(), Linear(N, K), nn.LayerNorm(K), nn.SiLU(),
+        Linear(K, N), nn.ReLU(), Linear(N, K), nn.LayerNorm(K),
+    )  # fmt: skip
+
+
+def step(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """One training step whose gradients differ everywhere."""
+    y = model(x)
+    y.backward(torch.linspace(-1, 1, y.numel()).view_as(y).to(y.dtype))
+    return y
+
+
+def gradients(model: nn.Sequential, x: Tensor) -> list[Tensor]:
+    found = [x.grad, *(p.grad for p in model.parameters())]
+    assert all(grad is not None for grad in found)
+    return [grad.double() for grad in found if grad is not None]
+
+
+def calls_of(model: Callable[[Tensor], Tensor], x: Tensor) -> int:
+    """How many ops compute the gradients of a second step."""
+    step(model, x)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
+        step(model, x)
+    return sum(event.name == OP for event in found.events())
+
+
+def compiled(model: nn.Module, **options: Any) -> Any:
+    return torch.compile(model, backend="aot_eager", **options)
+
+
+def test_where_gradients_are_joined() -> None:
+    model = usual()
+    assert joined_between(model) == (
+        "layer relu", "", "", "layer silu", "", "", "none relu", "", "layer none", ""
+    )  # fmt: skip
+    assert [count_joined(text) for text in joined_between(model) if text] == [3, 3, 2, 2]
+    for layer in (Linear(K, N, bias=False), Linear(K, N), nn.Linear(K, N)):
+        assert joined_between(nn.Sequential(layer.bfloat16(), nn.SiLU())) == ("", "")
+    norms = (
+        nn.LayerNorm(K), nn.LayerNorm(N, bias=False), nn.RMSNorm(N),
+        nn.LayerNorm(N, elementwise_affine=False),
+    )  # fmt: skip
+    for norm in norms:  # the first is of K columns of rows of N, seen as more rows
+        assert not any(joined_between(nn.Sequential(Linear(K, N), norm, nn.ReLU()).bfloat16()))
+    wide = 2 * joined.LONGEST_ROW
+    assert not any(joined_between(nn.Sequential(Linear(8, wide), nn.LayerNorm(wide)).bfloat16()))
+    assert not any(joined_between(nn.Sequential(Linear(K, N), nn.ReLU())))  # float32
+
+
+@pytest.mark.parametrize("shape", [(48, K), (1, K), (2, 3, K)])
+def test_gradients_are_as_exact_as_those_of_the_modules(shape: tuple[int, ...]) -> None:
+    model = usual()
+    plain = nn.Sequential(*copy.deepcopy(list(model)))
+    exact = copy.deepcopy(plain).double()
+    found = []
+    for each in (compiled(model, fullgraph=True), compiled(plain, fullgraph=True), exact):
+        x = rows(shape[0] if len(shape) == 2 else 6).view(shape)
+        x = (x.double() if each is exact else x).requires_grad_()
+        y = step(each, x)
+        found.append([y.double(), *gradients(getattr(each, "_orig_mod", each), x)])
+    mine, theirs, true = found
+    assert torch.equal(mine[0], theirs[0])
+    for one, other, right in zip(mine, theirs, true, strict=True):
+        size = right.norm() + 1e-30
+        assert (one - right).norm() / size <= 1.2 * (other - right).norm() / size + 1e-3
+    assert calls_of(compiled(model), rows(48).requires_grad_()) == 4
+
+
+def test_a_relu_alone_has_the_bits_of_the_modules_and_sums_in_the_order_of_kernels() -> None:
+    model = model_of(Linear(K, N), nn.ReLU(), Linear(N, K))
+    plain = nn.Sequential(*copy.deepcopy(list(model)))
+    x = rows(300).requires_grad_()
+    step(compiled(model, fullgraph=True), x)
+    mine = gradients(model, x)
+    x.grad = None
+    seen: list[Tensor] = []
+    plain[1].register_full_backward_hook(lambda _module, into, _out: seen.append(into[0]))
+    step(plain, x)
+    theirs = gradients(plain, x)
+    for place, (one, other) in enumerate(zip(mine, theirs, strict=True)):
+        if place != 2:  # the bias before the relu
+            assert torch.equal(one, other)
+    assert torch.equal(mine[2].bfloat16(), column_sums(seen[0]).bfloat16())
+
+
+def test_gradients_by_routes_of_a_quantized_layer() -> None:
+    """The products of an FP8 layer read the gradient that the op computes."""
+    found = []
+    for is_joined in (True, False):
+        layers = layer_of((BY_ROW, BY_ROW, BY_ROW), n=K, bias=True), nn.ReLU(), Linear(K, 8)
+        model = model_of(*layers)
+        assert joined_between(model)[0] == "none relu"
+        if not is_joined:
+            model = nn.Sequential(*model)
+        x = rows(32).requires_grad_()
+        torch._dynamo.reset()
+        assert calls_of(compiled(model, fullgraph=True), x) == is_joined
+        x.grad = None
+        model.zero_grad()
+        y = step(compiled(model, fullgraph=True), x)
+        found.append([y, x.grad, *(p.grad for p in model.parameters())])
+    for place, (one, other) in enumerate(zip(*found, strict=True)):
+        assert torch.equal(one, other) if place != 3 else torch.allclose(one, other, rtol=0.02)
+
+
+def test_a_relu_in_the_product_has_the_op_too() -> None:
+    model = model_of(Linear(K, N), nn.ReLU(), Linear(N, K), nn.ReLU(), relus=True)
+    assert calls_of(compiled(model, fullgraph=True), rows(32).requires_grad_()) == 2
+    model[0].bias.requires_grad_(False)
+    torch._dynamo.reset()
+    assert calls_of(compiled(model, fullgraph=True), rows(32).requires_grad_()) == 1
+
+
+def _hook(*_given: object) -> None:
+    return None
+
+
+@pytest.mark.parametrize(
+    ("change", "count"),
+    [
+        (lambda m: m[1].register_forward_hook(_hook), 3),
+        (lambda m: m[2].register_full_backward_hook(_hook), 0),  # Dynamo does not trace the model
+        (lambda m: m[0].register_full_backward_pre_hook(_hook), 0),
+        (lambda m: setattr(m[1], "forward", lambda x: nn.LayerNorm.forward(m[1], x)), 3),
+        (lambda m: m[0].bias.requires_grad_(False), 3),
+        (lambda m: m[4].weight.requires_grad_(False), 3),
+        (lambda m: m[0].weight.requires_grad_(False), 4),
+        (lambda m: m.requires_grad_(False), 0),
+        (lambda m: m.float(), 0),
+        (lambda m: m.__setitem__(1, nn.LayerNorm(N).bfloat16()), 0),  # other modules than known
+    ],
+)
+def test_the_modules_run_where_anything_is_unusual(
+    change: Callable[[nn.Sequential], object], count: int
+) -> None:
+    model = usual()
+    change(model)
+    x = rows(32).to(model[0].weight.dtype).requires_grad_()
+    assert calls_of(compiled(model), x) == count
+
+
+def test_the_modules_run_in_eager_mode_under_autocast_and_without_gradients() -> None:
+    model, x = usual(), rows(32).requires_grad_()
+    assert calls_of(model, x) == 0
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert calls_of(compiled(model), x) == 0
+    run = compiled(model)
+    plain = nn.Sequential(*model)
+    with torch.no_grad():
+        assert torch.equal(run(x), plain(x))
+
+
+def test_a_replaced_method_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = nn.LayerNorm.forward
+    monkeypatch.setattr(nn.LayerNorm, "forward", lambda self, x: before(self, x))
+    assert calls_of(compiled(usual()), rows(32).requires_grad_()) == 0
+
+
+def test_an_exported_model_may_be_trained() -> None:
+    exported = torch.export.export(usual(), (rows(32),)).module()
+    step(exported, rows(32))
+    assert exported.get_parameter("0.bias").grad is not None
+
+
+def test_dynamic_rows() -> None:
+    model = usual()
+    run = compiled(model, fullgraph=True, dynamic=True)
+    for m in (48, 33, 64):
+        assert calls_of(run, rows(m).requires_grad_()) == 4
+
+
+def test_sequences_of_earlier_versions_are_read() -> None:
+    model = usual()
+    state = model.__getstate__()
+    state["_handoffs"] = tuple(h._replace(joined=()) for h in state["_handoffs"])
+    other = BoundedSequential.__new__(BoundedSequential)
+    other.__setstate__(state)
+    assert calls_of(compiled(other), rows(32).requires_grad_()) == 0
+
+
+class Doubled(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * self.model(x).cos()
+
+
+@pytest.mark.parametrize("is_generated", [False, True])
+def test_a_compiler_computes_a_relu_where_it_computes_what_comes_after(is_generated: bool) -> None:
+    """Its own kernel masks, and sums for the bias, a gradient that it computes itself."""
+    tail: Sequence[nn.Module] = () if is_generated else (Linear(N, K),)
+    model = model_of(Linear(K, N), nn.ReLU(), *tail, relus=True)
+    plain = nn.Sequential(*copy.deepcopy(list(model)))
+    x = rows(48).requires_grad_()
+    run = torch.compile(Doubled(model), fullgraph=True)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        _, codes = run_and_get_code(lambda: step(run, x))
+    assert any("lokakern_norm_gradient(" in code for code in codes) is not is_generated
+    mine = gradients(model, x)
+    x.grad = None
+    step(torch.compile(Doubled(plain)), x)
+    for one, other in zip(mine, gradients(plain, x), strict=True):
+        assert (one - other).norm() <= 1e-2 * other.norm()
+
+
+def test_products_quantize_a_gradient_that_is_summed_for_a_bias() -> None:
+    """A compiler would join both reductions, see `lokakern.nn.inductor`."""
+    layer = layer_of((BY_ROW, BY_ROW, BY_ROW), n=K, bias=True)
+    run = torch.compile(Doubled(model_of(layer, nn.ReLU())), fullgraph=True)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        _, codes = run_and_get_code(lambda: step(run, rows(48).requires_grad_()))
+    products = [x for x in codes[-1].splitlines() if "= lokakern_routed_gemm(" in x]
+    assert len(products) == 1 and "routed_gemm(None" not in products[0]
+
+
+@pytest.mark.parametrize("m", [0, 1, 130])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_op(m: int, dtype: torch.dtype) -> None:
+    dd, y = (rows(m, 2 * K)[:, :K] for _ in range(2))  # views with gaps between rows
+    vectors = [torch.randn(K).to(dtype) for _ in range(3)]
+    for given in (vectors, [vectors[0], None, None], [None] * 3):
+        norm = "layer" if given[1] is not None else "none"
+        call = (dd, y, *given, norm, "relu", 1e-5)
+        dy, sums = torch.ops.lokakern.norm_gradient(*call)
+        count = sum(x is not None for x in given)
+        assert dy.shape == dd.shape and dy.dtype is torch.bfloat16
+        assert sums.shape == (count, K) and sums.dtype is (dtype if count else torch.float32)
+        if norm == "none":
+            assert torch.equal(dy, torch.where(y <= 0, 0, dd))
+        if count:
+            assert bool(sums.isfinite().all())
+        if m:  # opcheck cannot copy empty views
+            checks = ("test_schema", "test_faketensor")
+            torch.library.opcheck(torch.ops.lokakern.norm_gradient, call, test_utils=checks)
+
+
+def test_no_gpu_has_the_kernel_here() -> None:
+    assert not norm_gradient.is_fast(K, "cpu")
