@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import Any, TypeVar
 
 from lokakern.errors import UnsupportedError
-from lokakern.nn.routed_matmul import PLAIN, Segments, emulation_of, route_text
+from lokakern.nn.routed_matmul import PLAIN, Segments, emulation_of, read_route, route_text
 from lokakern.probe.problems import way_of
 from lokakern.probe.verdicts import Verdict
 from lokakern.problems import make_problem
@@ -66,6 +66,19 @@ class Route:
     text: str
     why: str
     choices: tuple[Choice, ...] = ()
+
+    def rows_at(self, choice: Choice) -> int:
+        """Samples at a choice; the gradient of a weight sums over them."""
+        problem = choice.problem
+        return int(problem.k if self.gemm == "grad_weight" else problem.m)
+
+    def above(self, m: int, why: str) -> Route:
+        """The same route from m on, with nothing quantized below."""
+        if self.text == PLAIN:
+            return self
+        form, *both = read_route(self.text)
+        aligned, other = (within(segments, (m, ANY_M), "")[:-1] for segments in both)
+        return replace(self, text=route_text(form, aligned, other), why=f"{self.why}; {why}")
 
     @property
     def is_predicted(self) -> bool:
