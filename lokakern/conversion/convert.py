@@ -62,7 +62,7 @@ from lokakern.nn.module_scan import (
 from lokakern.nn.raw_product import RawProduct, is_layer
 from lokakern.nn.rectified import KERNEL as RELU_KERNEL
 from lokakern.nn.rectified import rectified_between
-from lokakern.nn.routed_matmul import PLAIN, has_activator, kernel_at, read_route
+from lokakern.nn.routed_matmul import PLAIN, has_activator, kernel_at, read_route, traced_route
 from lokakern.nn.static_handoff import (
     BoundedSequential,
     activations_between,
@@ -182,13 +182,15 @@ def convert(
             bf16 at an n or k that is no multiple of 8 is compared as if its rows were padded at no
             cost, and left to the compiler where that is faster. "compiled-graph" is for a compiled
             model in CUDA graphs, "graph-cold" for one that is not compiled: it counts the padding
-            of activations. In "compiled" and "eager" the host makes each call. If its cost was
-            measured on this class of machines (``python -m lokakern.bench host``), a product takes
-            the longer of the times of GPU and host, so that small ones may stay in bfloat16; in
-            training all do, at m at which the host takes longer for the whole step than the GPU for
-            the products of all sites, each once (`lokakern.conversion.step_host`). In CUDA graphs
-            the GPU counts alone. Without host costs "eager" needs times
-            of that regime. `Conversion.table` and `explain` tell regime and host costs.
+            of activations. Eager calls, in which nothing pads, also run FP8 where it is faster than
+            the product of unaligned rows, and then round differently than compiled ones. In
+            "compiled" and "eager" the host makes each call. If its cost was measured on this class
+            of machines (``python -m lokakern.bench host``), a product takes the longer of the times
+            of GPU and host, so that small ones may stay in bfloat16; in training all do, at m at
+            which the host takes longer for the whole step than the GPU for the products of all
+            sites, each once (`lokakern.conversion.step_host`). In CUDA graphs the GPU counts alone.
+            Without host costs "eager" needs times of that regime. `Conversion.table` and `explain`
+            tell regime and host costs.
 
     Returns:
         The choices, their reasons, and methods to change and undo them.
@@ -349,6 +351,7 @@ class Conversion:
         host = None if self._inference or isinstance(wanted, Forced) else self._host_of(chosen)
         if host is not None:
             chosen = {name: tuple(map(host.limited, routes)) for name, routes in chosen.items()}
+        chosen = {name: tuple(r.with_eager() for r in routes) for name, routes in chosen.items()}
         self._wanted, self._step_host = wanted, host
         self.untuned = chosen
         before = chain_texts(self.spans)
@@ -810,7 +813,7 @@ class Conversion:
             at = at or list(self._m_range or _BOTH)  # of forced kernels, which were not timed
             if m_range is not None:
                 at = [*m_range, *(m for m in at if m_range[0] <= m <= m_range[1])]
-            if all(kernel_at(site.routes[0].text, m) for m in at):
+            if all(kernel_at(traced_route(site.routes[0].text), m) for m in at):
                 freed += module.offload(place)
         return freed
 
@@ -936,7 +939,7 @@ class Conversion:
 
     def __repr__(self) -> str:
         routes = [route for site in self.sites.values() for route in site.routes]
-        count = sum(bool(route.text) for route in routes)
+        count = sum(bool(traced_route(route.text)) for route in routes)
         handed = len(self.handed_over)
         words = f", {handed} inputs quantized ahead" if handed else ""
         chains = [
@@ -1071,7 +1074,7 @@ def _source_of(
 def _time_of(route: Route, choice: Choice) -> Time | None:
     """Time of a choice, or of the unquantized kernel where tuning dropped the choice."""
     kernel, table = choice.table.kernel_at(choice.m), choice.table
-    is_used = kernel_at(route.text, route.rows_at(choice))
+    is_used = kernel_at(traced_route(route.text), route.rows_at(choice))
     if is_used or kernel is None or not kernel.quantizes:
         return choice.pick.time
     plain = next((c.time_at(choice.m) for c in table.candidates if c.name == table.baseline), None)
@@ -1080,7 +1083,8 @@ def _time_of(route: Route, choice: Choice) -> Time | None:
 
 def _summary(route: Route) -> str:
     """Names of kernels over the measured m, or of all where no measurement was looked up."""
-    names = [kernel_at(route.text, route.rows_at(c)) for c in route.choices]
-    if not names and route.text != PLAIN:
-        names = [name for part in read_route(route.text)[1:] for _, name in part]
+    text = traced_route(route.text)
+    names = [kernel_at(text, route.rows_at(c)) for c in route.choices]
+    if not names and text != PLAIN:
+        names = [name for part in read_route(text)[1:] for _, name in part]
     return ", ".join(dict.fromkeys(name or "bf16" for name in names)) or "bf16"

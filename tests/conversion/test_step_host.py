@@ -12,7 +12,7 @@ from torch import nn
 import lokakern
 from lokakern.bench.models.zoo.catalog import ZOO
 from lokakern.conversion.convert import Conversion
-from lokakern.nn.routed_matmul import kernel_at
+from lokakern.nn.routed_matmul import kernel_at, traced_route
 from lokakern.registry.schema.records import HostCostRecord
 from lokakern.registry.snapshot.loading import load_snapshot
 from lokakern.registry.storage import paths
@@ -151,6 +151,23 @@ def test_inference_and_graphs_are_as_without_the_cost_of_a_step(book: Book) -> N
     for found in (converted(inference=True), converted(regime="compiled-graph")):
         assert starts(found) == {64}
         assert "training step" not in found.explain()
+
+
+def test_eager_calls_of_unaligned_layers_are_judged_alone(book: Book) -> None:
+    """What the host limits is a compiled step, in which the rows of these products are padded."""
+    fp8 = "cuda.quantize_row+cuda.scaled_gemm_row"
+    for m, (bf16, quantized) in TIMES.items():
+        odd = gemm(m, k=479)
+        book.write(
+            time(BF16, odd, 4 * bf16), time(BF16, gemm(m, k=480), bf16),
+            time(fp8, odd, 2 * quantized), accuracy(fp8, odd, 0.04),
+        )  # fmt: skip
+    with_step(book, 1e4)
+    with torch.device("meta"):
+        layers = [nn.Linear(k, 512, bias=False, dtype=torch.bfloat16) for k in (479, 512)]
+    found = lokakern.convert(nn.Sequential(*layers), 0.06, device=H200)
+    first, second = (site.routes[0].text for site in found.sites.values())
+    assert kernel_at(first, 1024) and not traced_route(first) and not second
 
 
 def test_a_layer_alone_is_no_step(book: Book) -> None:
