@@ -1,8 +1,10 @@
-"""Host costs of linear layers: calls in a row, without waiting for the GPU.
+"""Host costs of linear layers and training steps: calls in a row, without waiting for the GPU.
 
 A stack of equal layers, each followed by an activation, is called as a model calls them: in eager
 mode or compiled, in inference or in a training step, in bfloat16 or converted to a forced kernel.
-The time until its calls return, divided by their number, is the host cost of a call. The GPU works
+The time until its calls return, divided by their number, is the host cost of a call. That of a
+training step without products is the time of a step of a model that is one norm: entry of the
+model, loss, backward pass and zeroing of gradients, as a user's script runs them. The GPU works
 behind the host, and its queue has room for all launches of a round. Rounds of all kinds of calls
 are interleaved.
 """
@@ -19,6 +21,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lokakern
@@ -26,13 +29,14 @@ from lokakern import native
 from lokakern.conversion.convert import convert
 from lokakern.conversion.routes import GEMMS
 from lokakern.device import current_device
-from lokakern.errors import LokakernError, MeasurementError
+from lokakern.errors import LokakernError, MeasurementError, UnknownNameError
 from lokakern.progress import Progress
 from lokakern.registry.register import Kernel, kernels_for, load_kernels
 from lokakern.registry.schema.records import HOST_REGIMES, HostCostRecord
 from lokakern.selection.host_cost import (
     BF16,
     PREPARED,
+    STEP,
     TORCH,
     TRAINING,
     TRAINING_BF16,
@@ -41,11 +45,12 @@ from lokakern.selection.host_cost import (
 )
 from lokakern.types import Device, Granularity
 
-LAYERS = 20  # so many calls, then a synchronization
+LAYERS = 20  # so many layers or steps, then a synchronization
 ROUNDS, WARM_ROUNDS = 40, 8
 ROWS, WIDTH = 256, 1024  # small, so that the GPU is done before the host
 TORCH_MM, TORCH_SCALED_MM = "torch.mm", "torch._scaled_mm"
 EAGER, COMPILED = HOST_REGIMES
+CALLS = (BF16, PREPARED, UNPREPARED, TRAINING_BF16, TRAINING, STEP, TORCH_MM, TORCH_SCALED_MM)
 
 
 @dataclass(frozen=True)
@@ -73,27 +78,36 @@ class Arm:
 
 
 def measure_host_costs(
-    regimes: Sequence[str] = HOST_REGIMES, progress: Progress | None = None
+    regimes: Sequence[str] = HOST_REGIMES,
+    calls: Sequence[str] = CALLS,
+    progress: Progress | None = None,
 ) -> tuple[list[HostCostRecord], list[str]]:
     """Measure the host costs of this machine with its GPU.
 
     Args:
         regimes: Some of "eager" and "compiled".
+        calls: Some of `CALLS`.
         progress: Receives the progress.
 
     Returns:
         The costs, and notes on what could not be measured.
 
     Raises:
+        UnknownNameError: A kind of call is unknown.
         MeasurementError: There is no GPU.
     """
+    unknown = [call for call in calls if call not in CALLS]
+    if unknown:
+        raise UnknownNameError(
+            f"host: call {unknown[0]!r} is unknown; expected some of {', '.join(CALLS)}"
+        )
     if not torch.cuda.is_available():
         raise MeasurementError(
             "host costs are those of calls on a GPU, and there is none; run this on the machine "
             "whose models you convert"
         )
     device = torch.device("cuda", torch.cuda.current_device())
-    arms, notes = arms_on(device, current_device("cuda", device.index), regimes)
+    arms, notes = arms_on(device, current_device("cuda", device.index), regimes, calls)
     ready, more = _warmed(arms, torch.cuda.synchronize, progress or Progress())
     return timed(ready, torch.cuda.synchronize), [*notes, *more]
 
@@ -117,7 +131,7 @@ def representatives(device: Device) -> dict[str, Kernel]:
 
 
 def arms_on(
-    place: torch.device, device: Device, regimes: Sequence[str]
+    place: torch.device, device: Device, regimes: Sequence[str], calls: Sequence[str] = CALLS
 ) -> tuple[list[Arm], list[str]]:
     """The kinds of calls in these regimes, and notes on what cannot be called.
 
@@ -125,6 +139,7 @@ def arms_on(
         place: Where tensors are.
         device: The GPU whose kernels are called, or emulated elsewhere.
         regimes: Some of "eager" and "compiled".
+        calls: Some of `CALLS`.
     """
     x = torch.randn(ROWS, WIDTH, device=place, dtype=torch.bfloat16)
     arms = _torch_arms(x) if EAGER in regimes and place.type == "cuda" else []
@@ -133,8 +148,9 @@ def arms_on(
         stack = _stack(place)
         arms.append(_inference(regime, BF16, TORCH, stack, x))
         arms.append(_training(regime, TRAINING_BF16, TORCH, stack, x))
+        arms.append(_step(regime, x))
     for language, kernel in representatives(device).items():
-        for call in (PREPARED, UNPREPARED, TRAINING):
+        for call in (x for x in (PREPARED, UNPREPARED, TRAINING) if x in calls):
             # A stack for each, so that no kind of call changes what another one keeps.
             for regime in regimes:
                 stack = _stack(place)
@@ -145,7 +161,7 @@ def arms_on(
                     continue
                 make = _training if call == TRAINING else _inference
                 arms.append(make(regime, call, language, stack, x))
-    return arms, notes
+    return [arm for arm in arms if arm.call in calls], notes
 
 
 def timed(
@@ -277,6 +293,22 @@ def _training(regime: str, call: str, language: str, stack: nn.Sequential, x: Te
         torch.autograd.grad(forward(leaf), inputs, x)
 
     return Arm(regime, call, language, call != TRAINING_BF16, run, len(GEMMS) * LAYERS)
+
+
+def _step(regime: str, x: Tensor) -> Arm:
+    norm = nn.LayerNorm(WIDTH, device=x.device, dtype=x.dtype)
+    forward = _forward_of(nn.Sequential(norm), regime)
+    parameters = [*norm.parameters()]
+    labels = torch.zeros_like(x, dtype=torch.float32)
+
+    def run() -> None:
+        for _ in range(LAYERS):
+            for parameter in parameters:
+                parameter.grad = None
+            loss = F.binary_cross_entropy_with_logits(forward(x).float(), labels)
+            loss.backward()  # type: ignore[no-untyped-call]
+
+    return Arm(regime, STEP, TORCH, False, run, LAYERS)
 
 
 def _torch_arms(x: Tensor) -> list[Arm]:

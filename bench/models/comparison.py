@@ -36,7 +36,7 @@ from lokakern.errors import UnsupportedError
 from lokakern.measure import timing
 from lokakern.nn.linear import Routed
 from lokakern.nn.module_scan import shape_of
-from lokakern.nn.routed_matmul import kernel_at
+from lokakern.nn.routed_matmul import kernel_at, traced_route
 from lokakern.probe.loss import LossChange, interval_of
 from lokakern.selection.choice import Choice
 
@@ -72,7 +72,8 @@ def layer_choices(built: Built, rows: dict[str, int], training: bool) -> list[La
         m = rows[name]
         n, k, _, _ = shape_of(site.module)
         for route in site.routes if training else site.routes[:1]:
-            kernel = kernel_at(route.text, m) or "bf16"
+            text = traced_route(route.text) if built.arm.compiled else route.text
+            kernel = kernel_at(text, m) or "bf16"
             plain, chosen = _times(route.choices, route.gemm, m, kernel)
             found.append(LayerChoice(name, route.gemm, m, n, k, kernel, plain, chosen, route.why))
     return found

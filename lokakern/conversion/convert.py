@@ -43,6 +43,7 @@ from lokakern.conversion.routes import (
     activating_route,
     routes_of,
 )
+from lokakern.conversion.step_host import StepHost, step_host
 from lokakern.conversion.tune import Tuning, apply_tuning, tune
 from lokakern.device import current_device
 from lokakern.errors import FormatError, UnknownNameError, UnsupportedError
@@ -63,7 +64,7 @@ from lokakern.nn.norm_gradient import KERNEL as GRADIENT_KERNEL
 from lokakern.nn.raw_product import RawProduct, is_layer
 from lokakern.nn.rectified import KERNEL as RELU_KERNEL
 from lokakern.nn.rectified import rectified_between
-from lokakern.nn.routed_matmul import PLAIN, has_activator, kernel_at, read_route
+from lokakern.nn.routed_matmul import PLAIN, has_activator, kernel_at, read_route, traced_route
 from lokakern.nn.static_handoff import (
     BoundedSequential,
     activations_between,
@@ -184,11 +185,15 @@ def convert(
             bf16 at an n or k that is no multiple of 8 is compared as if its rows were padded at no
             cost, and left to the compiler where that is faster. "compiled-graph" is for a compiled
             model in CUDA graphs, "graph-cold" for one that is not compiled: it counts the padding
-            of activations. In "compiled" and "eager" the host makes each call. If its cost was
-            measured on this class of machines (``python -m lokakern.bench host``), a product takes
-            the longer of the times of GPU and host, so that small ones may stay in bfloat16; in
-            CUDA graphs the GPU counts alone. Without host costs "eager" needs times
-            of that regime. `Conversion.table` and `explain` tell regime and host costs.
+            of activations. Eager calls, in which nothing pads, also run FP8 where it is faster than
+            the product of unaligned rows, and then round differently than compiled ones. In
+            "compiled" and "eager" the host makes each call. If its cost was measured on this class
+            of machines (``python -m lokakern.bench host``), a product takes the longer of the times
+            of GPU and host, so that small ones may stay in bfloat16; in training all do, at m at
+            which the host takes longer for the whole step than the GPU for the products of all
+            sites, each once (`lokakern.conversion.step_host`). In CUDA graphs the GPU counts alone.
+            Without host costs "eager" needs times of that regime. `Conversion.table` and `explain`
+            tell regime and host costs.
 
     Returns:
         The choices, their reasons, and methods to change and undo them.
@@ -307,6 +312,7 @@ class Conversion:
         self.off_chains: frozenset[ChainSites] = frozenset()  # by tuning
         self.has_relus = True  # whether products may apply the relu behind them; tuning decides
         self.why_no_chains = ""
+        self._step_host: StepHost | None = None  # of training, where it is known
         self._untimed: set[tuple[int, int, str]] = set()  # n and k of the reading layer, activation
         self._model = weakref.ref(model)
         self._key = uuid.uuid4().hex  # of its choices in layers, which may be copied and saved
@@ -345,7 +351,11 @@ class Conversion:
             if isinstance(module, Linear):
                 module.bring_back()  # to choose for the device of the weight
         chosen = self._chosen(wanted)  # before any change, as it may raise
-        self._wanted = wanted
+        host = None if self._inference or isinstance(wanted, Forced) else self._host_of(chosen)
+        if host is not None:
+            chosen = {name: tuple(map(host.limited, routes)) for name, routes in chosen.items()}
+        chosen = {name: tuple(r.with_eager() for r in routes) for name, routes in chosen.items()}
+        self._wanted, self._step_host = wanted, host
         self.untuned = chosen
         before = chain_texts(self.spans)
         self.spans = []
@@ -640,6 +650,17 @@ class Conversion:
             found[name] = known[key]
         return found
 
+    def _host_of(self, chosen: Mapping[str, tuple[Route, ...]]) -> StepHost | None:
+        """The host of a training step; None if nothing is quantized or its cost is unknown.
+
+        None for a layer alone, too: the model that it is a part of is unknown.
+        """
+        routes = [route for routes in chosen.values() for route in routes]
+        if not any(route.text for route in routes) or "" in chosen:
+            return None
+        weight = shape_of(next(iter(self._modules.values())))[3]
+        return step_host(routes, dispatcher.host_costs_on(self._device_for(weight), self.regime))
+
     def _routes_by(
         self, by: Judge | Forced, n: int, k: int, has_bias: bool, device: Device, site: str,
         is_turned: bool,
@@ -678,7 +699,7 @@ class Conversion:
                     {
                         "site": site.name, "gemm": route.gemm, "n": n, "k": k,
                         "choice": _summary(route),
-                        "m": [_rows_of(route, c) for c in timed],
+                        "m": [route.rows_at(c) for c in timed],
                         "us": [t and t.latency_us for t in times],
                         "host_us": [t and t.host and t.host.us for t in times],
                         "why": route.why,
@@ -723,7 +744,7 @@ class Conversion:
         hosts = dict.fromkeys(c.table.host for route in routes for c in route.choices)
         return [
             f"kernels were chosen by times of regime {self.regime} ({_RUNS[self.regime]})",
-            *(f"host cost: {words}" for words in hosts if words),
+            *(f"host cost: {words}" for words in (*hosts, self._step_host) if words),
         ]
 
     def _chain_notes(self) -> list[str]:
@@ -813,7 +834,7 @@ class Conversion:
             at = at or list(self._m_range or _BOTH)  # of forced kernels, which were not timed
             if m_range is not None:
                 at = [*m_range, *(m for m in at if m_range[0] <= m <= m_range[1])]
-            if all(kernel_at(site.routes[0].text, m) for m in at):
+            if all(kernel_at(traced_route(site.routes[0].text), m) for m in at):
                 freed += module.offload(place)
         return freed
 
@@ -939,7 +960,7 @@ class Conversion:
 
     def __repr__(self) -> str:
         routes = [route for site in self.sites.values() for route in site.routes]
-        count = sum(bool(route.text) for route in routes)
+        count = sum(bool(traced_route(route.text)) for route in routes)
         handed = len(self.handed_over)
         words = f", {handed} inputs quantized ahead" if handed else ""
         chains = [
@@ -1071,16 +1092,10 @@ def _source_of(
     return Judge(budget_of(wanted), distributions)
 
 
-def _rows_of(route: Route, choice: Any) -> int:
-    """Samples of a choice; the gradient of a weight sums over them."""
-    problem = choice.problem
-    return int(problem.k if route.gemm == "grad_weight" else problem.m)
-
-
 def _time_of(route: Route, choice: Choice) -> Time | None:
     """Time of a choice, or of the unquantized kernel where tuning dropped the choice."""
     kernel, table = choice.table.kernel_at(choice.m), choice.table
-    is_used = kernel_at(route.text, _rows_of(route, choice))
+    is_used = kernel_at(traced_route(route.text), route.rows_at(choice))
     if is_used or kernel is None or not kernel.quantizes:
         return choice.pick.time
     plain = next((c.time_at(choice.m) for c in table.candidates if c.name == table.baseline), None)
@@ -1089,7 +1104,8 @@ def _time_of(route: Route, choice: Choice) -> Time | None:
 
 def _summary(route: Route) -> str:
     """Names of kernels over the measured m, or of all where no measurement was looked up."""
-    names = [kernel_at(route.text, _rows_of(route, c)) for c in route.choices]
-    if not names and route.text != PLAIN:
-        names = [name for part in read_route(route.text)[1:] for _, name in part]
+    text = traced_route(route.text)
+    names = [kernel_at(text, route.rows_at(c)) for c in route.choices]
+    if not names and text != PLAIN:
+        names = [name for part in read_route(text)[1:] for _, name in part]
     return ", ".join(dict.fromkeys(name or "bf16" for name in names)) or "bf16"

@@ -17,10 +17,18 @@ from itertools import pairwise
 from typing import Any, TypeVar
 
 from lokakern.errors import UnsupportedError
-from lokakern.nn.routed_matmul import PLAIN, Segments, emulation_of, route_text
+from lokakern.nn.routed_matmul import (
+    PLAIN,
+    Segments,
+    emulation_of,
+    joined,
+    read_route,
+    route_text,
+    with_eager,
+)
 from lokakern.probe.problems import way_of
 from lokakern.probe.verdicts import Verdict
-from lokakern.problems import make_problem
+from lokakern.problems import PADDED, make_problem
 from lokakern.registry.register import Kernel, fp8_format
 from lokakern.selection import dispatcher
 from lokakern.selection.candidates import Candidate
@@ -60,17 +68,46 @@ class Route:
         text: The route of modules, see `lokakern.nn.routed_matmul`; "" if nothing is quantized.
         why: The reason in a few words.
         choices: The choice at each measured m, or at some m if times are predicted.
+        eager: The route of eager calls where rows are unaligned, which nothing pads there.
     """
 
     gemm: str
     text: str
     why: str
     choices: tuple[Choice, ...] = ()
+    eager: str = PLAIN
+
+    def rows_at(self, choice: Choice) -> int:
+        """Samples at a choice; the gradient of a weight sums over them."""
+        problem = choice.problem
+        return int(problem.k if self.gemm == "grad_weight" else problem.m)
+
+    def above(self, m: int, why: str) -> Route:
+        """The same route from m on, with nothing quantized below."""
+        if self.text == PLAIN:
+            return self
+        form, *both = read_route(self.text)
+        aligned, other = (joined(within(segments, (m, ANY_M), "")[:-1]) for segments in both)
+        return replace(self, text=route_text(form, aligned, other), why=f"{self.why}; {why}")
+
+    def with_eager(self) -> Route:
+        """The same route with the kernels of eager calls in its text."""
+        text = with_eager(self.text, self.eager)
+        if text == self.text:
+            return self
+        names = {name for segments in read_route(self.eager)[1:] for _, name in segments if name}
+        why = f"{self.why}; eager calls, in which nothing pads rows, run {', '.join(sorted(names))}"
+        return replace(self, text=text, why=why)
 
     @property
     def is_predicted(self) -> bool:
         """Whether nothing was measured, and times are those of the time model."""
         return any(_is_predicted(choice.table) for choice in self.choices)
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether choices compare with bfloat16 of padded rows."""
+        return any(choice.table.padded for choice in self.choices)
 
     def explain(self) -> str:
         """The choice at every measured m, with the reason for each kernel that lost."""
@@ -88,6 +125,7 @@ class Judge:
         regime: Regime of the times, as of `dispatch`.
         is_training: Whether host costs are those of training steps.
         predicts: Whether times are predicted where nothing was measured.
+        pads: Whether unaligned rows may be padded, as by a compiler; not in eager calls of modules.
     """
 
     budget: ErrorBudget | None
@@ -96,6 +134,7 @@ class Judge:
     regime: str = COMPILED
     is_training: bool = False
     predicts: bool = False
+    pads: bool = True
 
     def candidates(
         self, problem: Problem, gemm: str, device: Device
@@ -106,6 +145,9 @@ class Judge:
             is_training=self.is_training, predicts=self.predicts,
         )  # fmt: skip
         candidates = list(table.candidates)
+        if table.padded and not self.pads:
+            table = replace(table, padded="", forecast=None)
+            candidates = [c for c in candidates if c.name != PADDED]
         # Few unaligned sizes were measured, and there predictions are inexact.
         if table.forecast is not None and not (table.measured_m or table.padded):
             candidates = table.forecast.low_ends()
@@ -173,6 +215,9 @@ def routes_of(
     third = _grad_weight_route(n, k, judge, device, first, m_range)
     if not third.choices:
         third = _grad_weight_route(n, k, predicting, device, first, m_range)
+    if third.is_padded:
+        eager = replace(judge, pads=False)
+        third = replace(third, eager=_grad_weight_route(n, k, eager, device, first, m_range).text)
     return first, second, third
 
 
@@ -244,7 +289,26 @@ def _route(
     m_range: MRange | None,
     forms: Sequence[Granularity],
 ) -> Route:
-    """The route with the granularity of the weight that is fastest."""
+    """The route with the granularity of the weight that is fastest, and that of eager calls."""
+    found = _best_route(gemm, problem_at, judge, device, is_prepared, m_range, forms)
+    if not found.is_padded:
+        return found
+    if found.text != PLAIN:
+        forms = (read_route(found.text)[0],)
+    eager = replace(judge, pads=False)
+    then = _best_route(gemm, problem_at, eager, device, is_prepared, m_range, forms)
+    return replace(found, eager=then.text)
+
+
+def _best_route(
+    gemm: str,
+    problem_at: Callable[[int], Problem],
+    judge: Judge,
+    device: Device,
+    is_prepared: bool,
+    m_range: MRange | None,
+    forms: Sequence[Granularity],
+) -> Route:
     best: tuple[float, Granularity, Table, Table] | None = None
     for form in forms:
         aligned, other = (
@@ -352,12 +416,11 @@ def _mean_log_gain(table: Table, m_range: MRange | None) -> float:
 
 
 def _segments(table: Table, m_range: MRange | None) -> Segments:
-    found: Segments = []
-    for start, kernel, missed in zip(table.breakpoints, table.kernels, table.misses, strict=True):
+    names = []
+    for kernel, missed in zip(table.kernels, table.misses, strict=True):
         is_used = kernel is not None and kernel.quantizes and not missed and _runs(kernel, table)
-        name = kernel.name if kernel is not None and is_used else ""
-        if not found or found[-1][1] != name:
-            found.append((start, name))
+        names.append(kernel.name if kernel is not None and is_used else "")
+    found = joined(zip(table.breakpoints, names, strict=True))
     return found if m_range is None else within(found, m_range, "")
 
 

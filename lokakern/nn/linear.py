@@ -18,6 +18,7 @@ from lokakern.errors import UnsupportedError
 from lokakern.functional.checks import is_traced, warn_once
 from lokakern.native import NATIVE
 from lokakern.nn.routed_matmul import (
+    EAGER,
     OPS,
     PLAIN,
     RoutedLinear,
@@ -34,6 +35,7 @@ from lokakern.nn.routed_matmul import (
     read_route,
     scales_of,
     segments_of,
+    traced_route,
 )
 from lokakern.nn.token_mixing import CAST, HALF, KINDS, mix_tokens, mixes, with_aligned_layout
 
@@ -289,10 +291,10 @@ class Routed(nn.Module):
             self.hold(weight, held)
             return
         with torch.no_grad():
-            if hasattr(weight, "full_tensor"):  # from all ranks
-                weight = weight.full_tensor()
-            weight = _quantizable(weight.detach().to(device))
-            data, scale = quantize_weight(weight, scales_of(self._routes[0]))
+            # A sharded one is gathered from all ranks.
+            source = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+            source = _quantizable(source.detach().to(device))
+            data, scale = quantize_weight(source, scales_of(self._routes[0]))
         whole = data.as_strided((data.shape[0], data.stride(0)), (data.stride(0), 1))
         scales = scale.as_strided((scale.shape[0], scale.stride(0)), (scale.stride(0), 1))
         self._fp8_dtype, self._fp8_widths = data.dtype, (data.shape[1], scale.shape[1])
@@ -301,6 +303,8 @@ class Routed(nn.Module):
         self.register_buffer("fp8_scale", _in_memory_of(before[1], scale), persistent=False)
         self.is_frozen = True
         self.changed()
+        if traced_route(self._routes[0]) == PLAIN:  # compiled graphs read no FP8
+            self.hold(weight, held)
 
     def hold(self, weight: Tensor, before: Tensor | None) -> None:
         """Keep a copy of an unquantized weight in a faster form, if there is one.
@@ -478,20 +482,28 @@ def _activated_way(
     if torch.is_grad_enabled() or not _fits(dtype, dtype, device):
         return ""
     _, columns, route, *_ = plan.split(_BETWEEN)
+    route = traced_route(route)
     if torch._C._are_functorch_transforms_active() or sampled_check.is_checked(route):
         return ""
     kernel = find_activator(activating, route, m, k)
     return _BETWEEN.join((kernel, columns, route)) if kernel else ""
 
 
-def _way(plan: str, m: int, dtype: torch.dtype, weight_dtype: torch.dtype, device: str) -> str:
-    """How a compiled product multiplies: a word before the plan; "" as nn.Linear.
+def _way(
+    plan: str, m: int, dtype: torch.dtype, weight_dtype: torch.dtype, device: str,
+    is_traced: bool = True,
+) -> str:  # fmt: skip
+    """How a product multiplies: a word before the plan; "" as nn.Linear.
 
     A constant for compilers. It reads the state of autograd and autocast, which Dynamo guards.
-    ``m`` is -1 if it is dynamic. The word is "training", "inference", "frozen" if the product reads
-    only the frozen weight, or "offloaded" or "refused" for an offloaded weight.
+    ``m`` is -1 if it is dynamic. Unless ``is_traced``, of an eager call. The word is "training",
+    "inference", "frozen" if the product reads only the frozen weight, or "offloaded" or "refused"
+    for an offloaded weight.
     """
-    flags, _, *routes = plan.split(_BETWEEN)
+    flags, columns, *routes = plan.split(_BETWEEN)
+    if is_traced and EAGER in plan:
+        routes = [traced_route(route) for route in routes]
+        plan = _BETWEEN.join((flags, columns, *routes))
     if torch._C._are_functorch_transforms_active():
         return ""
     fits = _fits(dtype, weight_dtype, device)
@@ -670,7 +682,7 @@ class Linear(nn.Linear, Routed):
         if not (plan.startswith("frozen") and is_own) or x.is_meta or x.is_nested:
             return None
         route = self._routes[0]
-        way = _way(plan, -1, x.dtype, weight.dtype, x.device.type)
+        way = _way(plan, -1, x.dtype, weight.dtype, x.device.type, False)
         if not way or way.startswith("refused") or _wants_gradients(x, weight, self.bias):
             return None
         if x.dtype is not bfloat16 or x.shape[-1:] != weight.shape[-1:]:

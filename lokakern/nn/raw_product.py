@@ -138,7 +138,7 @@ class RawProduct(Routed):
             return False
         m = x.numel() // x.shape[-1]  # the size of a shape is no symbol in torch.export
         m = m if is_known(m) else -1
-        return bool(_way(self._plan, m, x.dtype, weight.dtype, x.device.type))
+        return bool(_way(self._plan, m, x.dtype, weight.dtype, x.device.type, is_compiling()))
 
     def freeze(self) -> None:
         if self.is_there:

@@ -5,8 +5,9 @@ right operand, then the first m of each kernel, for m that 16 divides and for ot
 
     row;16:0=,1024=cuda.quantize_row+cuda.scaled_gemm_row,20481=;1:0=
 
-An empty name means torch's unquantized product. On another device a kernel's emulation runs. A last
-part may define a check (`lokakern.sampled_check`). The ops look up a kernel when they run, not when
+An empty name means torch's unquantized product, and a name behind "~" that there is a kernel in
+eager calls only. On another device a kernel's emulation runs. A last part may define a check
+(`lokakern.sampled_check`). The ops look up a kernel when they run, not when
 they are traced, because m may be dynamic. Where Inductor knows m, it may quantize the left operand
 in the kernel that computes it (`lokakern.nn.inductor`).
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +36,7 @@ from lokakern.types import GROUP, Granularity, QuantizedTensor, empty_data
 
 Segments = list[tuple[int, str]]  # first m and kernel, "" for the unquantized product
 PLAIN = ""  # the unquantized route
+EAGER = "~"  # before the name of a kernel that no compiled graph runs
 # Most columns of rows that a compiler quantizes. Inductor reads longer rows twice, the quantizer
 # below once: 8192 rows of 10240, 15360 and 123200 columns take 65, 94 and 891 us of an H200 with
 # the quantizer, and 102, 111 and 1441 with Inductor. After a block norm the first two take 195 and
@@ -70,13 +72,61 @@ def route_text(form: Granularity, aligned: Segments, other: Segments) -> str:
 
 
 def read_route(text: str) -> tuple[Granularity, Segments, Segments]:
-    """Parse a text of `route_text`."""
+    """Parse a text of `route_text`, as eager calls read it."""
+    form, *both = _read(text)
+    aligned, other = (joined((m, name.removeprefix(EAGER)) for m, name in x) for x in both)
+    return form, aligned, other
+
+
+def with_eager(text: str, eager: str) -> str:
+    """A route that in eager calls has the kernels of another one where it has none."""
+    if eager == PLAIN:
+        return text
+    form, *others = _read(eager)
+    own = _read(text)[1:] if text != PLAIN else ([(0, "")],) * 2
+    both = []
+    for segments, other in zip(own, others, strict=True):
+        starts = sorted({start for start, _ in (*segments, *other)})
+        then = [name and EAGER + name for name in (name_at(other, m) for m in starts)]
+        names = (name_at(segments, m) or name for m, name in zip(starts, then, strict=True))
+        both.append(joined(zip(starts, names, strict=True)))
+    return route_text(form, *both)
+
+
+@functools.lru_cache(maxsize=4096)
+def traced_route(text: str) -> str:
+    """The route of compiled graphs, without kernels of eager calls."""
+    route = sampled_check.unchecked(text)
+    if EAGER not in route:
+        return text
+    form, *both = _read(route)
+    aligned, other = (joined((m, "" if EAGER in name else name) for m, name in x) for x in both)
+    found = route_text(form, aligned, other)
+    return found and found + text.removeprefix(route)
+
+
+def joined(segments: Iterable[tuple[int, str]]) -> Segments:
+    """The segments without those that continue the one before."""
+    found: Segments = []
+    for start, name in segments:
+        if not found or found[-1][1] != name:
+            found.append((start, name))
+    return found
+
+
+def _read(text: str) -> tuple[Granularity, Segments, Segments]:
+    """`read_route` with `EAGER` before names."""
     form, *parts = text.split(";")
     found: list[Segments] = []
     for part in parts[:2]:
         pairs = (pair.split("=") for pair in part.partition(":")[2].split(","))
         found.append([(int(start), name) for start, name in pairs])
     return Granularity(form), found[0], found[1]
+
+
+def name_at(segments: Segments, m: int) -> str:
+    """Name of the kernel at m."""
+    return segments[bisect_right(segments, m, key=lambda segment: segment[0]) - 1][1]
 
 
 def segments_of(text: str) -> list[list[tuple[int, bool]]]:
@@ -91,8 +141,7 @@ def kernel_at(text: str, m: int) -> str:
     if text == PLAIN:
         return ""
     _, *both = read_route(text)
-    segments = both[0] if m % 16 == 0 else both[1]
-    return segments[bisect_right([start for start, _ in segments], m) - 1][1]
+    return name_at(both[0] if m % 16 == 0 else both[1], m)
 
 
 def quantizes_at(routes: tuple[str, ...], m: int) -> bool:

@@ -26,7 +26,12 @@ from lokakern.selection.arguments import budget_of, device_of_torch, problem_of
 from lokakern.selection.candidates import Candidate, Evidence, Memory, candidate_of
 from lokakern.selection.choice import Choice as Choice
 from lokakern.selection.frozen.lookup import Choices, Weight
-from lokakern.selection.host_cost import digest_words, host_costs, with_host_costs
+from lokakern.selection.host_cost import (
+    HostCosts,
+    digest_words,
+    host_costs,
+    with_host_costs,
+)
 from lokakern.selection.measured_neighbors import measured_instead, sizes_of
 from lokakern.selection.padded_rows import with_padded_rows
 from lokakern.selection.table import LooseTable, Table
@@ -421,6 +426,11 @@ def unquantized_table(problem: Problem, device: Device) -> Table:
     load_kernels()
     regime = default_regime(device)
     return Table(problem, device, None, REALISTIC_DISTRIBUTIONS, regime, callable_here=True)
+
+
+def host_costs_on(device: Device, regime: str) -> HostCosts:
+    """The host costs that count for choices on a device in a regime."""
+    return host_costs(snapshot(), device, regime, is_local=device in devices_here())
 
 
 def default_regime(device: Device) -> str:

@@ -36,6 +36,8 @@ NATIVE, PYTHON, TORCH = HOST_PATHS
 BF16, PREPARED, UNPREPARED = "bf16", "prepared", "unprepared"
 # One of the three products of a training step, with its quantizers: a third of the step.
 TRAINING_BF16, TRAINING = "training bf16", "training"
+# A training step of a model without products, see `lokakern.conversion.step_host`.
+STEP = "training step"
 REMEDY = "measure it with `python -m lokakern.bench host`"
 
 

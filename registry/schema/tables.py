@@ -363,13 +363,13 @@ _TABLES = (
     ),
     _table(
         "host_cost",
-        "How long the host takes for one call of a linear layer, in a model of many: the time of "
-        "calls in a row, without waiting for the GPU.",
+        "How long the host takes for one call of a linear layer, in a model of many, or for a "
+        "training step without products: the time of calls in a row, without waiting for the GPU.",
         _references("run", "device", "environment"),
         _text(
             cpu="name of the CPU, as the operating system gives it",
             regime="eager or compiled",
-            call="what is called, such as `bf16`, `prepared`, `unprepared` or `training`",
+            call="what is called, such as `bf16`, `prepared`, `training` or `training step`",
             language="of the kernel of the GEMM",
             path="how it is called: native, python, or torch",
         ),

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 import lokakern
 from lokakern.conversion import convert as converting
 from lokakern.conversion.convert import Conversion
-from lokakern.conversion.routes import _grad_input_problem
+from lokakern.conversion.routes import GEMMS, _grad_input_problem
 from lokakern.errors import (
     BudgetError,
     DeviceError,
@@ -32,7 +32,7 @@ from lokakern.errors import (
 )
 from lokakern.functional import checks
 from lokakern.nn.linear import Linear
-from lokakern.nn.routed_matmul import kernel_at
+from lokakern.nn.routed_matmul import kernel_at, traced_route
 from lokakern.probe.report import Judged, ProbeReport
 from lokakern.registry.snapshot.loading import load_snapshot
 from lokakern.selection import dispatcher
@@ -51,7 +51,7 @@ from tests.support.conversions import (
     rows_of,
     verdict,
 )
-from tests.support.measurements import BF16, TENSOR, Book, gemm, time
+from tests.support.measurements import BF16, TENSOR, Book, accuracy, gemm, time
 from tests.support.measurements import ROW as ROW_KERNEL
 
 SEEDS = (0,)
@@ -528,7 +528,7 @@ def test_missing_measurements_are_a_suite_to_sweep(known: Book, tmp_path: Path) 
 
 
 def test_unaligned_layers_are_left_to_a_compiler_that_pads() -> None:
-    """By the shipped times; FP8 against unaligned bf16 alone would be chosen from m = 256 on."""
+    """By the shipped times; eager calls pad nothing, and take FP8 from m = 256 on."""
     dispatcher.use_snapshot(None)
     sizes = (256, 1024, 2048, 6144, 8192)
     for regime in ("compiled", "graph-cold"):
@@ -546,13 +546,57 @@ def test_unaligned_layers_are_left_to_a_compiler_that_pads() -> None:
             time = unaligned.time_at(choice.m)
             assert plain is not None and time is not None
             assert plain.latency_us < 0.75 * time[0].latency_us
-        routed = [kernel_at(site.routes[0].text, m) for m in sizes]
+        routed = [kernel_at(traced_route(site.routes[0].text), m) for m in sizes]
         assert any(routed) == (regime == "graph-cold"), routed
+        if regime == "compiled":
+            assert all(kernel_at(site.routes[0].text, m) for m in sizes)
+            assert "eager calls, in which nothing pads rows, run cuda." in site.routes[0].why
+            assert found.choices[0]["choice"] == "bf16" and ", 0 of 3 products" in repr(found)
     x = torch.randn(256, 479).bfloat16()
-    plain_model = nn.Sequential(nn.Linear(479, 1024, bias=False, dtype=torch.bfloat16))
-    expected = plain_model(x)
-    lokakern.convert(plain_model, 0.06, device=H200, m_range=(256, 8192))
-    assert torch.equal(plain_model(x), expected)
+    model = nn.Sequential(nn.Linear(479, 1024, bias=False, dtype=torch.bfloat16))
+    expected = model(x)
+    lokakern.convert(model, 0.06, device=H200, m_range=(256, 8192))
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(model, backend="eager")(x), expected)
+    error = (model(x) - expected).norm() / expected.norm()
+    assert 0.01 < error < 0.06, "E4M3 rounds by 4 %"
+
+
+@pytest.mark.parametrize("regime", ["compiled", "compiled-graph", "graph-cold"])
+def test_eager_calls_choose_against_the_unaligned_product(book: Book, regime: str) -> None:
+    """FP8 is slower than padded bf16 at both m, and faster than unaligned bf16 at one."""
+    n, k, wide = 512, 479, 480
+    fp8 = "cuda.quantize_row+cuda.scaled_gemm_row"
+    products = (
+        gemm,
+        lambda m, n, k: _grad_input_problem(n, k)(m),
+        lambda m, n, k: grad_weight_case(m, n, k).problem,
+    )
+    for problem_of in products:
+        for m, unaligned, aligned, row in ((256, 4.0, 3.0, 5.0), (1024, 40.0, 4.0, 10.0)):
+            problem = problem_of(m, n, k)
+            book.write(
+                time(BF16, problem, unaligned), time(BF16, problem_of(m, n, wide), aligned),
+                time(fp8, problem, row), accuracy(fp8, problem, 0.04, only=("X1",)),
+            )  # fmt: skip
+    model = nn.Sequential(nn.Linear(k, n, bias=False, dtype=torch.bfloat16))
+    found = convert(model, 0.06, device=H200, regime=regime)
+    assert all(kernels(found, "0", gemm, (256, 1024)) == ["", fp8] for gemm in GEMMS)
+    routes = found.sites["0"].routes
+    assert [traced_route(route.text) for route in routes] == ["", "", ""]
+    assert ", 0 of 3 products quantized" in repr(found)
+    assert all(f"nothing pads rows, run {fp8}" in route.why for route in routes)
+    assert found.refresh() == []
+    assert found.refresh(None) == [f"0/{gemm}" for gemm in GEMMS]
+
+
+def test_a_weight_that_compiled_graphs_read_is_not_offloaded() -> None:
+    dispatcher.use_snapshot(None)
+    model = nn.Sequential(nn.Linear(479, 1024, bias=False, dtype=torch.bfloat16))
+    found = lokakern.convert(model, 0.06, device=H200, m_range=(256, 8192), inference=True)
+    assert all(kernel_at(found.sites["0"].routes[0].text, m) for m in (256, 8192))
+    found.offload(m_range=(256, 8192))
+    assert not model[0].is_offloaded
 
 
 def test_an_unknown_regime_is_refused(known: Book) -> None:

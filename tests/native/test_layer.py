@@ -20,7 +20,7 @@ from lokakern.nn import linear
 from lokakern.nn.linear import Linear
 from lokakern.nn.routed_matmul import PLAIN, multiply_activated
 from tests.support import native
-from tests.support.routed_layers import ROUTES, K, N, layer_of, plain_of, rows
+from tests.support.routed_layers import EAGER_ROUTES, ROUTES, K, N, layer_of, plain_of, rows
 
 ACTIVATING = "cuda.activate_quantize_row"
 
@@ -55,7 +55,9 @@ def in_python(layer: Linear, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> list
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("routes", [ROUTES, (PLAIN, ROUTES[1], PLAIN), (ROUTES[0], PLAIN, PLAIN)])
+@pytest.mark.parametrize(
+    "routes", [ROUTES, (PLAIN, ROUTES[1], PLAIN), (ROUTES[0], PLAIN, PLAIN), EAGER_ROUTES]
+)
 def test_outputs_and_gradients_have_the_bits_of_python(
     routes: tuple[str, str, str], bias: bool, calls: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -69,13 +71,17 @@ def test_outputs_and_gradients_have_the_bits_of_python(
 
 def test_frozen_and_held_weights(calls: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     frozen, held = layer_of(ROUTES), layer_of((PLAIN, PLAIN, PLAIN), k=37)
-    frozen.freeze()
-    held.freeze()
+    both = layer_of(EAGER_ROUTES, k=37)  # compiled graphs read the held weight
+    for layer in (frozen, held, both):
+        layer.freeze()
+    assert both.is_frozen and both.is_held
     with torch.no_grad():
         for layer, x in (
             (frozen, rows()),
             (held, rows(k=37)),
             (held, rows(k=37).t().contiguous().t()),
+            (both, rows(k=37)),
+            (both, rows(8, k=37).t().contiguous().t()),
         ):
             with monkeypatch.context() as patch:
                 patch.setattr(NATIVE, "call_layer", None)

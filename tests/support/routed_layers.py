@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lokakern.conversion.routes import GEMMS, Judge, Route
 from lokakern.nn.linear import Linear
-from lokakern.nn.routed_matmul import route_text
+from lokakern.nn.routed_matmul import PLAIN, route_text, with_eager
 from lokakern.types import Granularity
 
 ROW_KERNEL = "cuda.quantize_row+cuda.scaled_gemm_row"
@@ -20,6 +20,7 @@ BY_ROW = route_text(ROW, [(0, ""), (16, ROW_KERNEL)], [(0, ""), (17, ROW_KERNEL)
 BY_GROUP = route_text(Granularity.NONE, [(0, ""), (16, GROUP_KERNEL)], [(0, "")])
 ROUTE = f"row;16:0={ROW_KERNEL};1:0={ROW_KERNEL}"
 ROUTES = (BY_ROW, BY_ROW, BY_GROUP)
+EAGER_ROUTES = (with_eager(PLAIN, BY_ROW), with_eager(PLAIN, BY_ROW), with_eager(PLAIN, BY_GROUP))
 M, N, K = 48, 40, 64
 
 

@@ -37,7 +37,7 @@ from lokakern.bench.models.zoo.catalog import ZOO
 from lokakern.conversion.convert import Conversion, convert
 from lokakern.errors import DeviceLostError, MeasurementError, UnsupportedError
 from lokakern.measure.timing import GRAPH_US, status_and_reason
-from lokakern.nn.routed_matmul import kernel_at
+from lokakern.nn.routed_matmul import kernel_at, traced_route
 from lokakern.types import COMPILED, COMPILED_GRAPH
 
 MODES = ("graph", "compiled", "eager")
@@ -167,10 +167,13 @@ class _Pair:
             ]
             for seed in range(BATCHES)
         ]  # fmt: skip
-        counts = {x: self._products_of(self.models[x], y) for x, y in conversions.items()}
+        counts = {
+            mode: self._products_of(self.models[regime], conversions[regime], mode)
+            for mode, regime in regimes.items()
+        }
         self.products, _, shape = next(iter(counts.values()))
         self.regimes = regimes
-        self.quantized = {mode: counts[regime][1] for mode, regime in regimes.items()}
+        self.quantized = {mode: count[1] for mode, count in counts.items()}
         generator = torch.Generator().manual_seed(0)
         self.labels = torch.rand(shape, generator=generator).round().to(device)
 
@@ -181,7 +184,9 @@ class _Pair:
         model = model.to(self.device, torch.bfloat16)
         return model.train() if self.cell.training else model.eval().requires_grad_(False)
 
-    def _products_of(self, model: nn.Module, conversion: Conversion) -> tuple[int, int, torch.Size]:
+    def _products_of(
+        self, model: nn.Module, conversion: Conversion, mode: str
+    ) -> tuple[int, int, torch.Size]:
         """The number of products in a step, of quantized ones, and the shape of the logits."""
         layers = {name: site.module for name, site in conversion.sites.items()}
         with torch.no_grad(), counted(layers) as calls:
@@ -191,7 +196,8 @@ class _Pair:
             routes = conversion.sites[name].routes
             for route in routes if self.cell.training else routes[:1]:
                 products += count
-                quantized += count * bool(kernel_at(route.text, rows))
+                text = route.text if mode == MODES[2] else traced_route(route.text)
+                quantized += count * bool(kernel_at(text, rows))
         return products, quantized, shape
 
     @functools.cached_property

@@ -8,13 +8,22 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import lokakern
 from lokakern.bench.cli.main import app
 from lokakern.bench.compare import host_cost
 from lokakern.bench.compare.host_cost import Arm, arms_on, representatives, table_of, timed
+from lokakern.errors import UnknownNameError
 from lokakern.registry.snapshot.loading import load_snapshot
-from lokakern.selection.host_cost import PREPARED, TRAINING, UNPREPARED, machine_class
+from lokakern.selection.host_cost import (
+    PREPARED,
+    STEP,
+    TRAINING,
+    TRAINING_BF16,
+    UNPREPARED,
+    machine_class,
+)
 from lokakern.types import Device
 
 H200 = Device("nvidia", "NVIDIA H200", "sm_90", 132, 140)
@@ -92,7 +101,7 @@ def test_every_kind_of_call_runs() -> None:
         (regime, call, language)
         for regime in ("eager", "compiled")
         for call, language in [
-            ("bf16", "torch"), ("training bf16", "torch"),
+            ("bf16", "torch"), ("training bf16", "torch"), (STEP, "torch"),
             *((call, language) for call in (PREPARED, UNPREPARED, TRAINING)
               for language in ("cuda", "torch")),
         ]
@@ -100,8 +109,34 @@ def test_every_kind_of_call_runs() -> None:
     for arm in arms:
         if arm.regime == "eager":
             arm.run()
-        assert arm.calls == (6 if "training" in arm.call else 2)
-        assert arm.is_ours is ("bf16" not in arm.call)
+        assert arm.calls == (6 if arm.call in (TRAINING, TRAINING_BF16) else 2)
+        assert arm.is_ours is ("bf16" not in arm.call and arm.call != STEP)
+
+
+def test_a_step_without_products_computes_its_gradients_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    norms: list[nn.LayerNorm] = []
+
+    class Norm(nn.LayerNorm):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            norms.append(self)
+
+    monkeypatch.setattr(host_cost.nn, "LayerNorm", Norm)
+    (arm,), notes = arms_on(CPU, H200, ("eager",), (STEP,))
+    assert (arm.call, notes) == (STEP, []), "no other kind was asked for"
+    arm.run()
+    (norm,) = norms
+    assert norm.weight.grad is not None
+    first = norm.weight.grad.clone()
+    arm.run()
+    assert first.count_nonzero() and torch.equal(norm.weight.grad, first), "was not added up"
+
+
+def test_an_unknown_kind_of_call_is_refused() -> None:
+    with pytest.raises(UnknownNameError, match="'training steps' is unknown; expected some of bf1"):
+        host_cost.measure_host_costs(calls=("training steps",))
 
 
 @pytest.mark.rest
@@ -133,7 +168,7 @@ def test_every_kind_of_call_is_measured_on_a_gpu() -> None:
     assert calls >= {
         (regime, call)
         for regime in ("eager", "compiled")
-        for call in ("bf16", "training bf16", PREPARED, UNPREPARED, TRAINING)
+        for call in ("bf16", "training bf16", PREPARED, UNPREPARED, TRAINING, STEP)
     } | {("eager", "torch.mm"), ("eager", "torch._scaled_mm")}
     assert all(cost.host_us_p20 > 0.3 for cost in costs)
 
@@ -152,15 +187,15 @@ def test_the_command_stores_what_it_prints(
     clock = Clock(monkeypatch)
     asked: list[Any] = []
 
-    def measure(regimes: Any, progress: Any) -> Any:
-        asked.append(regimes)
+    def measure(regimes: Any, calls: Any, progress: Any) -> Any:
+        asked.append((regimes, calls))
         arms = [clock.arm("torch.mm", 10.0), clock.arm("bf16", 12.5)]
         return timed(arms, clock.synchronize), ["training cuda was not measured: a reason"]
 
     monkeypatch.setattr(host_cost, "measure_host_costs", measure)
     path = tmp_path / "costs.sqlite"
     code, out, err = run(capsys, "host", "--regime", "eager", "--db", str(path), "--json")
-    assert code == 0 and asked == [["eager"]]
+    assert code == 0 and asked == [(["eager"], host_cost.CALLS)]
     assert "training cuda was not measured: a reason" in err
     assert f"2 host costs were added to {path}" in err
     rows = {row["call"]: row for row in json.loads(out)}
@@ -168,8 +203,8 @@ def test_the_command_stores_what_it_prints(
     stored = {cell.call: cell for cell in load_snapshot([path]).host_costs}
     assert set(stored) == set(rows)
     assert stored["bf16"].host_us_p50 == 12.5 and stored["bf16"].cpu == machine_class().cpu
-    run(capsys, "host", "--db", str(path), "--quiet")
-    assert asked[1] == ["eager", "compiled"], "both by default"
+    run(capsys, "host", "--call", "training step", "--db", str(path), "--quiet")
+    assert asked[1] == (["eager", "compiled"], ["training step"]), "both by default"
     assert len(load_snapshot([path]).host_costs) == 4, "facts are added, never changed"
 
 
