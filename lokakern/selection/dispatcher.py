@@ -170,8 +170,10 @@ def chosen() -> list[Table]:
         return [table for table in dict.fromkeys(_TABLES.values()) if table.is_choice]
 
 
-def device_named(device: AnyDevice) -> Device:
+def device_named(device: AnyDevice, without_times: Sequence[str] = ()) -> Device:
     """The device with a product name or of a torch device; None means the local one.
+
+    ``without_times`` are products that the caller also takes, for the error.
 
     Raises:
         DeviceError: The product is unknown, or the torch device is not present.
@@ -186,7 +188,9 @@ def device_named(device: AnyDevice) -> Device:
             "lokakern.types.Device, or None for the one here"
         )
     held = choices()
-    return snapshot().find_device(device) if held is None else held.find_device(device)
+    if held is not None:
+        return held.find_device(device)
+    return snapshot().find_device(device, without_times)
 
 
 _LISTENERS: list[Callable[[], None]] = []
