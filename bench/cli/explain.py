@@ -268,7 +268,8 @@ def _print_what_if(found: WhatIf, notes: list[str], how: OutputFormat) -> None:
 
     if how is OutputFormat.JSON:
         facts = {"device": found.device.product, "budget": found.budget.limits, "emulated": True,
-                 "layers": found.facts(), "total": found.total(), "notes": notes}  # fmt: skip
+                 "layers": found.facts(), "total": found.total(),
+                 "notes": [*found.notes(), *notes]}  # fmt: skip
         print(json.dumps(facts, indent=2, allow_nan=False))
         return
     cells = found.cells()
