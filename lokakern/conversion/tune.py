@@ -245,7 +245,10 @@ def tune(
     after = search.after
     gain = (1.0, 1.0, 1.0) if after is None else (after.value, after.low, after.high)
     texts = {name: tuple(r.text for r in routes) for name, routes in conversion.untuned.items()}
-    file = tuning_file.file_of(conversion, texts, rows, dropped, gain, graph, off_chains, has_relus)
+    relus = {name for group in groups if group.gemm == RELU for name in group.kernels}
+    file = tuning_file.file_of(
+        conversion, texts, rows, dropped, gain, graph, off_chains, has_relus, relus
+    )
     tuned = tuple(search.outcome(place, off) for place in range(len(groups)))
     return Tuning(
         tuned, search.before, after, timer.now() - search.begun, len(search.variants),
