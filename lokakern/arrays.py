@@ -55,6 +55,12 @@ class Library:
     def __deepcopy__(self, _: Any) -> Library:
         return self  # operands of one library have the same one
 
+    def __reduce__(self) -> Any:
+        raise UnsupportedError(
+            f"a QuantizedArray of {self.name} cannot be saved, because it refers to functions of "
+            "that library: pass its .tensor to torch.save"
+        )
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedArray:

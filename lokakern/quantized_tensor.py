@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -187,6 +187,15 @@ class QuantizedTensor:
         return QuantizedTensor(
             data, scale, self.granularity, self.transposed, source, self.budget, padded
         )
+
+    def __setstate__(self, state: list[Any]) -> None:
+        """As it was saved, with rows laid out anew where an earlier version laid them otherwise."""
+        for each, value in zip(fields(self), state, strict=True):
+            object.__setattr__(self, each.name, value)
+        object.__setattr__(self, "_signature", None)  # not the one object of tensors like this
+        if self.scale is not None and not lays_out_data(self.data):
+            object.__setattr__(self, "data", _laid_out(self.data, self.data.device))
+            object.__setattr__(self, "_transpose", None)
 
     def t(self) -> QuantizedTensor:
         """The transpose; shares memory."""

@@ -41,11 +41,12 @@ def contribute(
     is imported into a scratch database and some of its measurements are repeated, as whoever gets
     it will do; one that does not hold is not written (exit code 6). Your database keeps all rows.
     """
-    from lokakern.bench.exchange.export import export
+    from lokakern.bench.exchange.export import current_rows, export
     from lokakern.device import current_device
     from lokakern.registry.locks import private_folder
     from lokakern.registry.schema.manifest import place_of
     from lokakern.registry.sharing.import_file import import_file, union_of
+    from lokakern.registry.sqlite_file import FACTS
     from lokakern.registry.storage.paths import user_database
 
     begun, device = time.monotonic(), current_device()
@@ -59,7 +60,11 @@ def contribute(
         raise typer.BadParameter(f"{str(place)!r} is {what}: name a new file", param_hint="--out")
     swept = _code_of(sweep, suite=suite, errors=Errors.NEEDED, db=source, quiet=quiet,
                      time_limit=(1 - VERIFY_SHARE) * time_limit)  # fmt: skip
-    rows = union_of([], [options.source_of(source)])
+    rows = union_of([], [options.source_of(source)]).as_rows()
+    if swept is ExitCode.TIME_LIMIT and not any(map(current_rows(rows, device).get, FACTS)):
+        say(f"nothing was measured within {time_limit:g} s, so that no file is written: run again "
+            "with a longer --time-limit")  # fmt: skip
+        raise typer.Exit(ExitCode.TIME_LIMIT)
     with private_folder() as folder:
         sent, received = folder / "sent.sqlite", folder / "received.sqlite"
         export(rows, sent, device)

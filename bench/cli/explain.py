@@ -102,7 +102,7 @@ def explain(
     from lokakern.selection import dispatcher
     from lokakern.selection.arguments import problem_of
     from lokakern.types import ErrorBudget
-    from lokakern.what_if.devices import device_named
+    from lokakern.what_if.devices import DEVICES, device_named
 
     if op[:1].isdigit():  # sizes alone are those of the default
         op, sizes = "gemm", [op, *(sizes or [])]
@@ -133,7 +133,7 @@ def explain(
     timing = regime.value if regime else None
     with reading(db):
         try:
-            target = dispatcher.device_named(device)
+            target = dispatcher.device_named(device, [absent.product for absent in DEVICES])
         except DeviceError:
             absent = device_named(device or "")
             if absent is None:
@@ -268,7 +268,8 @@ def _print_what_if(found: WhatIf, notes: list[str], how: OutputFormat) -> None:
 
     if how is OutputFormat.JSON:
         facts = {"device": found.device.product, "budget": found.budget.limits, "emulated": True,
-                 "layers": found.facts(), "total": found.total(), "notes": notes}  # fmt: skip
+                 "layers": found.facts(), "total": found.total(),
+                 "notes": [*found.notes(), *notes]}  # fmt: skip
         print(json.dumps(facts, indent=2, allow_nan=False))
         return
     cells = found.cells()

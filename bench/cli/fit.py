@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+from uuid import uuid4
 
 import typer
 
@@ -98,7 +98,7 @@ def write_model(place: Path, device: Device, *, quiet: bool) -> tuple[bytes, Qua
         content, quality = fit_model(dispatcher.snapshot(), device, regime, progress)
     with writing(place):
         place.parent.mkdir(parents=True, exist_ok=True)
-        part = place.with_name(f"{place.name}.{os.getpid()}.part")
+        part = place.with_name(f"{place.name}.{uuid4().hex}.part")
         part.write_bytes(content)
         part.replace(place)
     dispatcher.use_snapshot(None)

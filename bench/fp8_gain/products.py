@@ -93,7 +93,7 @@ def _from_toml(path: Path) -> list[Product]:
 
 
 def _from_csv(path: Path) -> list[Product]:
-    text = io.StringIO(read_text(path).removeprefix("\ufeff"), newline=None)  # Excel writes one
+    text = io.StringIO(read_text(path), newline=None)
     try:
         lines = [line for line in csv.reader(text) if any(line)]
     except csv.Error as error:

@@ -9,7 +9,7 @@ from typing import Any
 from lokakern.bench.fp8_gain.products import Product
 from lokakern.types import Device, ErrorBudget
 from lokakern.what_if.devices import formats_of
-from lokakern.what_if.errors import Bounds, bounds
+from lokakern.what_if.errors import SUMS, Bounds, bounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +53,19 @@ class WhatIf:
     def words(self) -> str:
         """What these are, and the formats that no product admits."""
         none = [name for name, sums in self.total().items() if not sums["within"]]
-        lines = [f"Emulated errors, no times: nobody has measured {self.device}."]
+        lines = [f"Emulated errors, no times: nobody has measured {self.device}.", *self.notes()]
         if none:
             lines.append(f"Within {self.budget} for no product: {', '.join(none)}.")
         return " ".join(lines)
+
+    def notes(self) -> list[str]:
+        """Where errors are those of another k."""
+        least, *_, most = SUMS
+        sums = [row.product.k for row in self.rows]
+        notes = [f"Below k = {least} errors are those at {least}."] if min(sums) < least else []
+        if max(sums) > most:
+            notes.append(f"Beyond k = {most} errors are those at {most}, and may be larger.")
+        return notes
 
     def facts(self) -> list[dict[str, Any]]:
         """Rows as JSON has them."""

@@ -35,6 +35,8 @@ TITLES = {
     "coverage": "Problems of which every kernel was timed",
     "freshness": "Rows that are as new as their kernels",
 }
+PREDICTED = "predicted"  # an answer of the time model; the others are "measured" and "none"
+NEVER = "never measured"
 COVERED = ("covered", "partly", "not timed")  # by all kernels that support a problem, some, none
 # Tints behind letters and numbers have a contrast of at least 4.5 to the text on them; `ordinal`
 # are for points, with at least 3 to the background.
@@ -57,6 +59,8 @@ THEMES: dict[str, dict[str, Any]] = {
 
 
 MOST_HUES = 64  # kernels of an op with a color of their own
+STRIPES = 4  # of the background, over a predicted cell
+_OF_MEASURED = "#7f8a96"  # in the legend of cells, whose colors have other meanings
 
 
 def _more_hues(lightness: tuple[float, float], saturation: float) -> list[str]:
@@ -70,6 +74,18 @@ def _more_hues(lightness: tuple[float, float], saturation: float) -> list[str]:
 
 THEMES["light"]["category"] += _more_hues((0.86, 0.74), 0.62)
 THEMES["dark"]["category"] += _more_hues((0.24, 0.17), 0.45)
+
+
+def _stripes(ground: str, edge: str) -> Spec:
+    """Diagonal stripes over the fill of a cell, with edges, as the fill may be like the ground."""
+    clear = f"{ground}00"
+    parts = ((0, ground), (0.4, ground), (0.4, edge), (0.45, edge), (0.45, clear), (1, clear))
+    stops = [
+        {"offset": (start + at) / STRIPES, "color": color}
+        for start in range(STRIPES)
+        for at, color in parts
+    ]
+    return {"gradient": "linear", "x1": 0, "y1": 0, "x2": 1, "y2": 1, "stops": stops}
 
 
 def config_of(theme: str) -> Spec:
@@ -94,6 +110,7 @@ def config_of(theme: str) -> Spec:
         "line": {"color": colors["text"]},
         "rect": {"stroke": colors["faint"], "strokeWidth": 0.5},
         "circle": {"stroke": colors["faint"], "strokeWidth": 1, "opacity": 1},
+        "style": {"hatch": {"color": _stripes(colors["ground"], colors["faint"])}},
         "bar": {"stroke": colors["ground"]},
         "mark": {"aria": False},
     }  # fmt: skip
@@ -165,36 +182,50 @@ def _kernels(title: str) -> Spec:
     """The legend of letters: a bar for each kernel with its number of rows."""
     return {
         "title": {"text": title, "fontSize": 12, "fontWeight": 500},
-        "transform": [{"aggregate": [{"op": "count", "as": "count"}], "groupby": ["key", "hue"]}],
+        "transform": [
+            {"calculate": f"datum.answer === '{PREDICTED}' ? 1 : 0", "as": "is_predicted"},
+            {"aggregate": [{"op": "count", "as": "all"},
+                           {"op": "sum", "field": "is_predicted", "as": "predicted"}],
+             "groupby": ["key", "hue"]},
+            {"calculate": "datum.all - datum.predicted", "as": "count"},
+            {"calculate": "datum.count + (datum.predicted ? ' + ' + datum.predicted : '')",
+             "as": "words"},
+        ],
         "width": 120,
         "height": {"step": 20},
         "encoding": {
             # Long labels are on the right: on the left they would move all pictures.
             "y": _channel("key", "nominal", axis={"grid": False, "orient": "right"}),
-            "x": _channel("count", axis=None, scale={"range": [0, 90]}),
-            "tooltip": _hints("key", "count"),
+            "x": _channel("count", axis=None, scale={"range": [0, 60]}),
+            "tooltip": _hints("key", "count", "predicted"),
         },
         "layer": [
             {"mark": "bar", "encoding": {"color": _HUE}},
             {
                 "mark": {"type": "text", "align": "left", "dx": 4},
-                "encoding": {"text": {"field": "count"}},
+                "encoding": {"text": {"field": "words"}},
             },
         ],
-    }
+    }  # fmt: skip
 
 
 CELL = 33  # widest column of a map, in pixels; a page makes them narrower where it is
-NEVER = "never measured"
+_STATES = ("measured", "predicted by the time model", NEVER)  # of cells
+_OUTLINE: Spec = {"type": "rect", "fillOpacity": 0, "strokeOpacity": 0.35, "strokeDash": [2, 3]}
+_HATCH: Spec = {"type": "rect", "style": "hatch"}
 
 
-def _map(op: Row, name: str, layer: list[Spec]) -> Spec:
-    """A cell for each pair of sizes, an outline where it was never measured."""
+def _map(op: Row, name: str, color: Spec, text: Spec) -> Spec:
+    """A cell for each pair of sizes: hatched if it is predicted, an outline if nothing is known."""
     x, y = op["axes"]
-    empty: Spec = {"mark": {"type": "rect", "fillOpacity": 0, "strokeOpacity": 0.35,
-                            "strokeDash": [2, 3]}}  # fmt: skip
-    measured = [{"filter": "isValid(datum.kernel)"}]
-    shown = [{**part, "transform": measured} for part in layer]
+    known = [{"filter": "isValid(datum.kernel)"}]
+    predicted = [{"filter": f"datum.answer === '{PREDICTED}'"}]
+    layer: list[Spec] = [
+        {"mark": _OUTLINE},
+        {"mark": "rect", "encoding": {"color": color}, "transform": known},
+        {"mark": _HATCH, "transform": predicted},
+        text | {"transform": known},
+    ]
     transform = [
         {"impute": "kernel", "key": x, "groupby": [y], "value": None},
         {"impute": "kernel", "key": y, "groupby": [x], "value": None},
@@ -209,13 +240,36 @@ def _map(op: Row, name: str, layer: list[Spec]) -> Spec:
                           "speedup", "light", "row_err", "note"),
     }  # fmt: skip
     size = {"name": f"{name}_map", "width": {"step": CELL}, "height": {"step": 21}}
-    return size | {"encoding": encoding, "layer": [empty, *shown], "transform": transform}
+    cells = size | {"encoding": encoding, "layer": layer, "transform": transform}
+    return {"vconcat": [cells, _states()], "resolve": _INDEPENDENT}
+
+
+def _states() -> Spec:
+    """The legend of the cells of a map."""
+    is_state = [{"filter": f"datum.state === '{state}'"} for state in _STATES]
+    filled = {"mark": "rect", "encoding": {"color": {"value": _OF_MEASURED}}}
+    marks: list[tuple[Spec, int]] = [
+        (filled, 0),
+        (filled, 1),
+        ({"mark": _HATCH}, 1),
+        ({"mark": _OUTLINE}, 2),
+    ]
+    return {
+        "data": {"values": [{"state": state} for state in _STATES]},
+        "width": CELL,
+        "height": {"step": 21},
+        "encoding": {
+            "y": _channel("state", "nominal", None, sort=None,
+                          axis={"grid": False, "orient": "right", "domain": False, "ticks": False})
+        },
+        "layer": [mark | {"transform": [is_state[place]]} for mark, place in marks],
+    }  # fmt: skip
 
 
 def _winners(op: Row) -> Spec:
-    cells = _map(op, "winners", [{"mark": "rect", "encoding": {"color": _HUE}}, _LETTER])
-    return {"vconcat": [cells, _kernels("Letters of kernels, and their numbers of shapes")],
-            "resolve": _INDEPENDENT}  # fmt: skip
+    found = _map(op, "winners", _HUE, _LETTER)
+    kernels = _kernels("Kernels, and shapes: measured + predicted")
+    return found | {"vconcat": [*found["vconcat"], kernels]}
 
 
 def _gains(op: Row) -> Spec:
@@ -227,13 +281,34 @@ def _gains(op: Row) -> Spec:
     )
     number = {"mark": {"type": "text"},
               "encoding": {"text": {"field": field, "format": ".2f"}}}  # fmt: skip
-    return _map(op, "gains", [{"mark": "rect", "encoding": {"color": color}}, number])
+    return _map(op, "gains", color, number)
 
 
 def _log(field: str, title: str, **more: Any) -> Spec:
     scale = {"type": "log", "nice": False, "padding": 12}
     axis = {"format": "~r", "labelOverlap": True, "tickCount": 8}
     return _channel(field, title=title, scale=scale | more.pop("scale", {}), axis=axis | more)
+
+
+def _counted(what: str, x: str, y: str, without: str) -> Spec:
+    """The number of points, and of those that are left out or hidden behind others."""
+    return {
+        "transform": [
+            {"calculate": f"datum.{x} > 0 && datum.{y} > 0", "as": "is_drawn"},
+            {"aggregate": [{"op": "count", "as": "here"}], "groupby": [x, y, "is_drawn"]},
+            {"calculate": "datum.is_drawn ? datum.here : 0", "as": "drawn"},
+            {"calculate": "datum.is_drawn ? datum.here - 1 : 0", "as": "behind"},
+            {"aggregate": [{"op": "sum", "field": name, "as": name}
+                           for name in ("here", "drawn", "behind")]},
+            {"calculate": f"datum.drawn + ' {what}'"
+                          " + (datum.behind ? ', ' + datum.behind + ' behind others' : '')"
+                          f" + (datum.here > datum.drawn ? ', and ' + (datum.here - datum.drawn)"
+                          f" + ' {without}' : '')", "as": "words"},
+        ],
+        "mark": {"type": "text", "align": "right", "baseline": "bottom", "dx": -6, "dy": -6},
+        "encoding": {"x": {"value": "width"}, "y": {"value": "height"},
+                     "text": {"field": "words"}},
+    }  # fmt: skip
 
 
 def _light() -> Spec:
@@ -268,7 +343,12 @@ def _light() -> Spec:
             "x": _log("least_us", "roofline bound, microseconds"),
             "y": _log("us", "measured, microseconds"),
         },
-        "layer": [points, bound(1), bound(LINE)],
+        "layer": [
+            points,
+            bound(1),
+            bound(LINE),
+            _counted("times", "least_us", "us", "without a bound"),
+        ],
     }
 
 
@@ -288,6 +368,7 @@ def _fronts(budgets: Sequence[str]) -> Spec:
         "mark": {"type": "circle", "size": 330},
         "encoding": {"color": _HUE, "strokeWidth": width},
     }
+    known = [{"filter": "datum.row_err > 0"}]  # of a logarithm
     points = {
         "width": _WIDTH,
         "height": 380,
@@ -296,8 +377,10 @@ def _fronts(budgets: Sequence[str]) -> Spec:
             {"transform": [{"filter": "datum.front"}],
              "mark": {"type": "line", "interpolate": "step-after", "strokeWidth": 1.5},
              "encoding": {"x": x, "y": y, "order": {"field": "us"}}},
-            {"encoding": {"x": x, "y": y, "tooltip": _hints("kernel", "us", "row_err", "least_us")},
+            {"transform": known,
+             "encoding": {"x": x, "y": y, "tooltip": _hints("kernel", "us", "row_err", "least_us")},
              "layer": [circle, _LETTER]},
+            _counted("kernels", "us", "row_err", "without a known error"),
         ],
     }  # fmt: skip
     return {"vconcat": [points, _kernels("Letters of kernels")], "resolve": _INDEPENDENT}
@@ -383,11 +466,15 @@ def _select(name: str, title: str, value: Any, options: Iterable[Any], **more: A
 
 def tables_of(survey: Survey, op: Row) -> dict[str, list[Row]]:
     """An op's rows of each table that pictures show."""
-    choices, times, errors = (
+    choices, predicted, times, errors = (
         [row for row in rows if row["op"] == op["op"]]
-        for rows in (survey.choices, survey.times, survey.errors)
+        for rows in (survey.choices, survey.predicted, survey.times, survey.errors)
     )
-    return {"choices": by_answer(choices), "times": times, "errors": errors}
+    answers = [
+        row | {"answer": "measured" if row["answered"] else "none"} for row in by_answer(choices)
+    ]
+    answers += [row | {"answer": PREDICTED} for row in by_answer(predicted)]
+    return {"choices": answers, "times": times, "errors": errors}
 
 
 def op_pictures(survey: Survey, op: Row) -> tuple[Spec, dict[str, Spec]]:
@@ -409,7 +496,7 @@ def op_pictures(survey: Survey, op: Row) -> tuple[Spec, dict[str, Spec]]:
     here = ["datum.form === form"]
     chosen = [*here, "indexof(split(datum.budgets, ' '), budget) >= 0"]
     chosen += ["datum.m === m"] if by_m else []
-    at_shape = [*here, "datum.shape === shape", "datum.row_err > 0"]  # of a logarithm
+    at_shape = [*here, "datum.shape === shape"]
     views = {
         "winners": _view("choices", chosen, _winners(op)),
         "gains": _view("choices", chosen, _gains(op)),

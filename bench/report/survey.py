@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,7 @@ from lokakern.types import (
 if TYPE_CHECKING:
     from lokakern.registry.snapshot.snapshot import Snapshot
     from lokakern.selection.candidates import Candidate, Memory
+    from lokakern.selection.prediction.forecast import Prediction
 
 Row = dict[str, Any]
 
@@ -59,6 +60,7 @@ class Survey:
             "speedup" if there is an unquantized baseline, else "light".
         choices: For each problem and budget: the kernel, its time, the least possible time, the
             baseline's time, and why there is no better answer (`note`).
+        predicted: The same by the time model, where nothing was measured, see `_gaps`.
         times: For each problem and kernel: time (the median over rows), worst row error, and
             whether it is on the Pareto front of both (`front`).
         errors: For each op, arithmetic and distribution: the worst bounds over all shapes.
@@ -72,6 +74,7 @@ class Survey:
     budgets: tuple[str, ...]
     ops: list[Row]
     choices: list[Row]
+    predicted: list[Row]
     times: list[Row]
     errors: list[Row]
     holdings: list[Row]
@@ -98,10 +101,7 @@ def survey_of(
     progress = progress or Progress()
     regime = dispatcher.default_regime(device)
     limits = {NO_BUDGET: None} | {f"{b:g}": ErrorBudget.of(b) for b in sorted({*budgets})}
-    groups: dict[tuple[Problem, int], dict[Problem, None]] = defaultdict(dict)
-    for cell in facts.timings_on(device, regime):
-        place = (replace(cell.problem, m=0), alignment_of(cell.problem.m))
-        groups[place][cell.problem] = None
+    groups = _groups(cell.problem for cell in facts.timings_on(device, regime))
     # Problems with the same errors are adjacent: a snapshot caches its last read.
     order = sorted(groups, key=lambda place: (place[0].n, place[0].k, str(place[0]), place[1]))
     tables: dict[tuple[Problem, int], LooseTable] = {}
@@ -109,7 +109,7 @@ def survey_of(
     plain: dict[Problem, float] = {}
     memory: Memory = {}
     for place in order:
-        problems = sorted(groups[place], key=lambda problem: problem.m)
+        problems = groups[place]
         table = tables[place] = dispatcher.loose_table(problems[0], device, regime, memory)
         plain |= _baseline_times(table, problems)
         progress.step(str(place[0]))
@@ -118,14 +118,16 @@ def survey_of(
     for place in sorted(order, key=lambda place: (place[0].op, str(place[0]), place[1])):
         table = tables[place]
         within = {word: table.within(limit) for word, limit in limits.items()}
-        for problem in sorted(groups[place], key=lambda problem: problem.m):
+        for problem in groups[place]:
             row = _place_of(problem) | {"least_us": _us(least_us(problem, device, regime))}
             times += _times_of(row, table.candidates, problem.m)
             row["plain_us"] = _plain_us(problem, plain)
             for word, asked in within.items():
                 choices.append(_choice(row, word, asked.pick(problem.m)))
+    measured = [problem for found in groups.values() for problem in found]
+    predicted = _predicted(measured, device, regime, limits, plain, progress)
     letters = _letters(choices, times)
-    for row in itertools.chain(choices, times):
+    for row in itertools.chain(choices, predicted, times):
         letter = letters.get((row["op"], row["kernel"]), "-")
         row["letter"] = letter if row.get("answered", True) or letter == "-" else f"{letter}?"
     held = Holdings(facts, device, regime)
@@ -137,10 +139,96 @@ def survey_of(
         budgets=tuple(limits),
         ops=_ops(choices, times),
         choices=choices,
+        predicted=predicted,
         times=times,
         errors=_errors(held, facts, device),
         holdings=held.rows(),
     )
+
+
+def _groups(problems: Iterable[Problem]) -> dict[tuple[Problem, int], list[Problem]]:
+    """Problems that one table answers: those that differ in m only, equally aligned."""
+    groups: dict[tuple[Problem, int], dict[Problem, None]] = defaultdict(dict)
+    for problem in problems:
+        groups[replace(problem, m=0), alignment_of(problem.m)][problem] = None
+    return {place: sorted(found, key=lambda problem: problem.m) for place, found in groups.items()}
+
+
+def _gaps(measured: Iterable[Problem]) -> list[Problem]:
+    """Problems without times between those of maps: at sizes that two or more times have."""
+    maps: dict[Problem, dict[tuple[int, int], Problem]] = defaultdict(dict)
+    for p in measured:
+        is_product = p.b is not None
+        place = (p.n, p.k) if is_product else (p.m, p.k)
+        maps[replace(p, m=p.m if is_product else 0, n=0, k=0)][place] = p
+    gaps = []
+    for there in maps.values():
+        xs, ks = (
+            sorted(size for size, count in Counter(sizes).items() if count > 1)
+            for sizes in zip(*there, strict=True)
+        )
+        some = next(iter(there.values()))
+        gaps += [
+            replace(some, n=x, k=k) if some.b is not None else replace(some, m=x, k=k)
+            for x in xs
+            for k in ks
+            if (x, k) not in there
+        ]
+    return gaps
+
+
+def _predicted(
+    measured: Sequence[Problem],
+    device: Device,
+    regime: str,
+    limits: Mapping[str, ErrorBudget | None],
+    plain: dict[Problem, float],
+    progress: Progress,
+) -> list[Row]:
+    """Choices by predicted times in the gaps of maps."""
+    if dispatcher.model_of(device) is None:
+        return []
+    groups = _groups(_gaps(measured))
+    memory: Memory = {}
+    rows: list[Row] = []
+    progress.begin("predicting", len(groups))
+    for place in sorted(groups, key=lambda place: (place[0].n, place[0].k, str(place[0]))):
+        table = dispatcher.loose_table(groups[place][0], device, regime, memory, predicts=True)
+        progress.step(str(place[0]))
+        within = {word: table.within(limit) for word, limit in limits.items()}
+        if table.forecast is None:
+            continue
+        for problem in groups[place]:
+            row = _place_of(problem) | {"least_us": _us(least_us(problem, device, regime))}
+            for word, asked in within.items():
+                if problem.op == "gemm" and asked.budget is None:
+                    continue  # dispatch does not predict what it does not choose
+                pick = asked.pick(problem.m)
+                # A prediction from another GPU type chooses nothing.
+                if pick.prediction is not None and not pick.prediction.transferred_from:
+                    rows.append(_prediction(row, word, pick, pick.prediction, problem, plain))
+    return rows
+
+
+def _prediction(
+    place: Row, budget: str, pick: Pick, found: Prediction, problem: Problem,
+    plain: dict[Problem, float],
+) -> Row:  # fmt: skip
+    has_baseline = baseline_name(problem) is not None
+    plain_us = _us(found.plain_us) if has_baseline else _plain_us(problem, plain)
+    us = _us(found.latency_us)
+    error = pick.candidate.errors.get("row_err") if pick.candidate else None
+    return place | {
+        "plain_us": plain_us,
+        "budget": budget,
+        "kernel": pick.name,
+        "us": us,
+        "speedup": _short(plain_us and plain_us / us),
+        "light": _short(place["least_us"] / us),
+        "row_err": _short(error),
+        "answered": True,
+        "note": f"predicted, not measured: {found}",
+    }
 
 
 def form_of(problem: Problem) -> str:

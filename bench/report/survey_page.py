@@ -60,8 +60,10 @@ def page_of(survey: Survey) -> str:
 def _tables(survey: Survey, op: Row) -> list[dict[str, Any]]:
     found = charts.tables_of(survey, op)
     choices = [row for row in survey.choices if row["op"] == op["op"]]
-    answers = sorted(found["choices"], key=lambda row: -(row[op["gain"]] or 0))
-    answers = [row | {"answer": "yes" if row["answered"] else "none"} for row in answers]
+    answers = sorted(
+        found["choices"],
+        key=lambda row: (row["answer"] == charts.PREDICTED, -(row[op["gain"]] or 0)),
+    )
     return [
         _table("by_budget", "Choices of dispatch by budget", _by_budget(choices, op),
                f"problems answered chosen {op['gain']}", "kernel budget best"),

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import threading
 from pathlib import Path
 from typing import NamedTuple
+from uuid import uuid4
 
 from lokakern import nvrtc
 from lokakern.build.prebuild import gpu_named, jobs_for
@@ -67,7 +66,7 @@ def _written(program: nvrtc.Program, architecture: str) -> Path:
     name = hashlib.sha256(code).hexdigest()[:16]
     path = nvrtc.cache_folder().parent / "files" / f"{program.entry}-{architecture}-{name}.cubin"
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    beside = path.with_name(f".{path.name}.{uuid4().hex}")
     beside.write_bytes(code)
     beside.replace(path)
     return path

@@ -15,6 +15,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -158,7 +159,7 @@ def _compiled_count() -> int:
 def _write_mark(mark: Path, problems: set[str]) -> None:
     with contextlib.suppress(OSError):  # the next prebuild then records again
         mark.parent.mkdir(parents=True, exist_ok=True)
-        beside = mark.with_name(f".{mark.name}.{os.getpid()}")
+        beside = mark.with_name(f".{mark.name}.{uuid4().hex}")
         beside.write_text("\n".join([str(_compiled_count()), *sorted(problems)]), "ascii")
         beside.replace(mark)
 

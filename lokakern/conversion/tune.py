@@ -8,7 +8,8 @@ can be tried in the time limit; the rest is tried as one.
 
 A chain of layers is off if its layers run by their routes. Chains are tried first. While a chain is
 on, the products of its layers do not run, so that groups of such products alone are not tried. The
-relus that products apply (`lokakern.nn.rectified`) are one group, tried last: each saves a launch.
+relus that products apply (`lokakern.nn.rectified`), and gradients behind layers in one op
+(`lokakern.nn.joined`), are one group, tried last: each saves launches.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from lokakern.errors import MeasurementError, UnsupportedError
 from lokakern.nn.chain_plan import steps_at
 from lokakern.nn.linear import CHAIN_DATA, CHAIN_SCALE
 from lokakern.nn.module_scan import shape_of
+from lokakern.nn.norm_gradient import KERNEL as GRADIENT_KERNEL
 from lokakern.nn.raw_product import RawProduct
 from lokakern.nn.rectified import KERNEL as RELU_KERNEL
 from lokakern.nn.routed_matmul import PLAIN, kernel_at
@@ -245,7 +247,10 @@ def tune(
     after = search.after
     gain = (1.0, 1.0, 1.0) if after is None else (after.value, after.low, after.high)
     texts = {name: tuple(r.text for r in routes) for name, routes in conversion.untuned.items()}
-    file = tuning_file.file_of(conversion, texts, rows, dropped, gain, graph, off_chains, has_relus)
+    relus = {name for group in groups if group.gemm == RELU for name in group.kernels}
+    file = tuning_file.file_of(
+        conversion, texts, rows, dropped, gain, graph, off_chains, has_relus, relus
+    )
     tuned = tuple(search.outcome(place, off) for place in range(len(groups)))
     return Tuning(
         tuned, search.before, after, timer.now() - search.begun, len(search.variants),
@@ -355,13 +360,16 @@ def _relu_groups(conversion: Conversion, rows: Rows) -> list[Group]:
         name: sizes for name, route in conversion.rectified.items()
         if (sizes := [m for m in rows.get(name, ()) if kernel_at(route, m)])
     }  # fmt: skip
-    found |= {name: list(rows[name]) for name in conversion.joined if rows.get(name)}
+    kernels = [RELU_KERNEL] if found else []
+    if joined := {name: list(rows[name]) for name in conversion.joined if rows.get(name)}:
+        kernels.append(GRADIENT_KERNEL)
+        found |= joined
     if not found:
         return []
     shapes = {shape_of(conversion.sites[name].module)[:2] for name in found}
     n, k = shapes.pop() if len(shapes) == 1 else (None, None)
     every = tuple(sorted({m for sizes in found.values() for m in sizes}))
-    return [Group(RELU, n, k, (RELU_KERNEL,), every, tuple(found), None)]
+    return [Group(RELU, n, k, tuple(kernels), every, tuple(found), None)]
 
 
 def _chain_groups(spans: Iterable[Span], rows: Rows) -> list[Group]:

@@ -25,6 +25,8 @@ from lokakern.device import current_device
 from lokakern.errors import ChoicesError
 from lokakern.nn.chain_plan import read_plan
 from lokakern.nn.module_scan import shape_of
+from lokakern.nn.norm_gradient import KERNEL as GRADIENT_KERNEL
+from lokakern.nn.rectified import KERNEL as RELU_KERNEL
 from lokakern.nn.routed_matmul import PLAIN, read_route
 from lokakern.registry.register import KERNELS
 from lokakern.registry.schema.records import now_utc_ms
@@ -111,8 +113,12 @@ def file_of(
     is_graph: bool,
     dropped_chains: Collection[ChainSites] = (),
     has_relus: bool = True,
+    tried: Iterable[str] = (),
 ) -> TuningFile:
-    """The content for a conversion whose routes before the tuning are these."""
+    """The content for a conversion whose routes before the tuning are these.
+
+    ``tried`` are kernels that were timed besides those of routes and chains.
+    """
     sites, gemms = [], {s.name: [r.gemm for r in s.routes] for s in conversion.sites.values()}
     for name, texts in routes.items():
         n, k, has_bias, weight = shape_of(conversion.sites[name].module)
@@ -128,7 +134,7 @@ def file_of(
     found = TuningFile(
         FORMAT, VERSION, __version__, str(torch.__version__), now_utc_ms(),
         asdict(_device(conversion)), conversion.is_inference, is_graph, gain,
-        _kernels(every, plans.values()), sites, chains, has_relus,
+        _kernels(every, plans.values(), tried), sites, chains, has_relus,
     )  # fmt: skip
     return msgspec.structs.replace(found, digest=_digest(found))
 
@@ -196,7 +202,9 @@ def check(file: TuningFile, conversion: Conversion, path: str) -> None:
         ChoicesError: It is for another model, device, version or choice of kernels.
     """
     routes = {s.name: tuple(r.text for r in s.routes) for s in conversion.sites.values()}
-    here = file_of(conversion, routes, {}, set(), (1.0, 1.0, 1.0), file.is_graph)
+    # Files of before have no digests of these kernels.
+    tried = [name for name in (RELU_KERNEL, GRADIENT_KERNEL) if name in file.kernels]
+    here = file_of(conversion, routes, {}, set(), (1.0, 1.0, 1.0), file.is_graph, tried=tried)
     for name in ("device", "torch", "lokakern", "is_inference", "kernels"):
         then, now = getattr(file, name), getattr(here, name)
         if then != now:
@@ -254,8 +262,8 @@ def _device(conversion: Conversion) -> Device:
     return current_device(weight.device.type, weight.device.index or 0)
 
 
-def _kernels(routes: set[str], plans: Iterable[str]) -> dict[str, str]:
-    """Digests of the kernels that routes, and plans of chains, name."""
+def _kernels(routes: set[str], plans: Iterable[str], tried: Iterable[str]) -> dict[str, str]:
+    """Digests of the kernels that routes, and plans of chains, name, and of others."""
     names = {
         name
         for route in routes
@@ -267,6 +275,7 @@ def _kernels(routes: set[str], plans: Iterable[str]) -> dict[str, str]:
     for plan in plans:
         both = read_plan(plan)[1:]
         names |= {step.kernel for part in both for _, steps in part for step in steps}
+    names.update(tried)
     return {name: readable_digest(KERNELS[name]) for name in sorted(names)}
 
 

@@ -58,17 +58,22 @@ class FusedLinear(Joined, Routed):
         """The output of one layer, whose turn with this input may have come before.
 
         The first layer that is called with an input multiplies for all. Outputs are kept until each
-        was taken once, or another input or parameter, a write to one, or another mode of gradients
-        or of autocast comes.
+        was taken once, or another input or parameter, a write to one, other memory under one, or
+        another mode of gradients or of autocast comes.
         """
         inputs = (input, *(p for part in self.parts for p in part.parameters()))
-        if torch.compiler.is_compiling() or any(x.is_inference() for x in inputs):
+        if (
+            torch.compiler.is_compiling()
+            or torch._C._are_functorch_transforms_active()
+            or any(x.is_inference() for x in inputs)
+        ):
             part = self.parts[place]  # nothing tells of writes
             return functional.linear(input, part.weight, part.bias)
         device = input.device.type
         state = (
-            *((x._version, x.requires_grad) for x in inputs), torch.is_grad_enabled(),
-            torch.is_autocast_enabled(device), torch.get_autocast_dtype(device),
+            *((x._version, x.data_ptr(), x.requires_grad) for x in inputs),
+            torch.is_grad_enabled(), torch.is_autocast_enabled(device),
+            torch.get_autocast_dtype(device),
         )  # fmt: skip
         kept, its_state, outputs = self._round
         is_same = len(kept) == len(inputs) and all(map(operator.is_, kept, inputs))
@@ -210,7 +215,9 @@ class FuseShared(_Joining):
     Where tracing does not find such layers, because the forward branches, or they are called in
     several modules, ``groups`` declares them. The first that is called with a tensor then
     multiplies for all of its group: each layer should be called once with it, and the backward pass
-    of all run at once. Compiled models multiply the layers of declared groups apart, unquantized.
+    of all run at once. Nothing tells of writes in place through ``.data`` between two layers of a
+    group: write under ``torch.no_grad()``. Compiled models and torch.func multiply the layers of
+    declared groups apart, unquantized.
 
     Args:
         groups: Names of layers in the model, at least two in a group.

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 import struct
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
+from uuid import uuid4
 
 import torch
 
@@ -109,7 +109,7 @@ def _write(path: Path, plans: dict[bytes, Recording], index: int) -> int:
 @contextmanager
 def _replacing(path: Path) -> Iterator[IO[bytes]]:
     """A file beside `path` that takes its place if the block succeeds."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    beside = path.with_name(f".{path.name}.{uuid4().hex}")
     try:
         with open(beside, "wb") as file:  # with the usual permissions: another user may serve it
             yield file

@@ -38,6 +38,7 @@ from lokakern.nn.routed_matmul import (
     traced_route,
 )
 from lokakern.nn.token_mixing import CAST, HALF, KINDS, mix_tokens, mixes, with_aligned_layout
+from lokakern.quantized_tensor import pitch_of
 
 PLAIN_ROUTES = (PLAIN, PLAIN, PLAIN)
 _DERIVED = (
@@ -111,6 +112,16 @@ def _bytes_of(x: Tensor) -> Tensor:
     """All memory of a tensor, gaps between rows included, which casts of a module do not change."""
     elements = x.untyped_storage().nbytes() // x.element_size()
     return x.as_strided((elements,), (1,), 0).view(torch.uint8)
+
+
+def _at_pitch(data: Tensor, rows: int, columns: int) -> Tensor:
+    """Bytes of FP8 rows with gaps, which files of earlier versions have at other pitches."""
+    pitch = pitch_of(columns)
+    if data.numel() == rows * pitch:
+        return data
+    made = data.new_zeros(rows, pitch)
+    made[:, :columns] = data.view(rows, -1)[:, :columns]
+    return made if data.dim() == 2 else made.flatten()
 
 
 class Routed(nn.Module):
@@ -365,6 +376,11 @@ class Routed(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         vars(self).pop("is_special", None)  # in files of earlier versions
+        for name in [x for x in self._buffers if x == "fp8_data" or x.startswith(CHAIN_DATA)]:
+            data: Tensor = getattr(self, name)
+            is_own = name == "fp8_data"
+            shape = (data.shape[0], self._fp8_widths[0]) if is_own else self.weight.shape
+            setattr(self, name, _at_pitch(data, *shape))  # type: ignore[misc]
         if any(self._routes):
             prepare_to_be_compiled(_way, _activated_way, fuse_quantizers)
         self.changed()

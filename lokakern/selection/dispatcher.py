@@ -175,8 +175,10 @@ def chosen() -> list[Table]:
         return [table for table in dict.fromkeys(_TABLES.values()) if table.is_choice]
 
 
-def device_named(device: AnyDevice) -> Device:
+def device_named(device: AnyDevice, without_times: Sequence[str] = ()) -> Device:
     """The device with a product name or of a torch device; None means the local one.
+
+    ``without_times`` are products that the caller also takes, for the error.
 
     Raises:
         DeviceError: The product is unknown, or the torch device is not present.
@@ -191,7 +193,9 @@ def device_named(device: AnyDevice) -> Device:
             "lokakern.types.Device, or None for the one here"
         )
     held = choices()
-    return snapshot().find_device(device) if held is None else held.find_device(device)
+    if held is not None:
+        return held.find_device(device)
+    return snapshot().find_device(device, without_times)
 
 
 _LISTENERS: list[Callable[[], None]] = []
@@ -396,12 +400,18 @@ def table_for(
 
 
 def loose_table(
-    problem: Problem, device: AnyDevice, regime: str | None, memory: Memory
+    problem: Problem,
+    device: AnyDevice,
+    regime: str | None,
+    memory: Memory,
+    *,
+    predicts: bool = False,
 ) -> LooseTable:
     """A table for `LooseTable.pick` at any m and within any budget.
 
     Errors are those on all realistic distributions. Nothing is cached except in ``memory``, which
-    may be shared by problems of one device and snapshot.
+    may be shared by problems of one device and snapshot. Without ``predicts`` only measured times
+    count.
 
     Raises:
         ChoicesError: Choices are frozen, so that times and errors are unknown.
@@ -416,7 +426,9 @@ def loose_table(
         )
     check_regime(regime)
     target = device_named(device)
-    found = _build(problem, None, None, target, regime, frozenset(), LooseTable, memory)
+    found = _build(
+        problem, None, None, target, regime, frozenset(), LooseTable, memory, predicts=predicts
+    )
     assert isinstance(found, LooseTable)
     return found
 
@@ -526,7 +538,8 @@ def _build(
     )
     candidates, host = with_host_costs(candidates, problem, costs, is_training=is_training)
     predicted: Forecast | None = None
-    asks = budget is not None or problem.op != "gemm"  # whose unquantized kernel is no choice
+    # The unquantized kernel of a gemm is no choice; loose tables are asked within many budgets.
+    asks = budget is not None or problem.op != "gemm" or kind is LooseTable
     if predicts and asks and timed == default_regime(target):
         model = model_of(target)
         if model is not None and model.content.regime == timed:

@@ -25,6 +25,8 @@ def _remedy(table: Table, pick: Pick, problem: Problem) -> str:
         return table.origin.remedy
     if pick.is_too_strict:
         return "allow a larger error"
+    if not problem.m:
+        return "there is nothing to measure, as without rows no kernel is launched"
     reason = why_not_measurable(problem)
     command = sweep_command(problem) if reason is None else f"nothing yet: {reason}"
     if table.origin is None:
@@ -47,7 +49,9 @@ def sweep_command(problem: Problem) -> str:
 
 
 def why_not_measurable(problem: Problem) -> str | None:
-    """Why a sweep cannot allocate operands with the layout of the problem; None if it can."""
+    """Why a sweep cannot measure the problem, as with operands of its layout; None if it can."""
+    if not problem.m:
+        return "it has no rows"
     natural = _natural_alignment(problem.m, problem.k, problem.a)
     if problem.a.layout is not Layout.ROW or problem.a.alignment != natural:
         return "a is not row-major and aligned as an allocation of its own is"

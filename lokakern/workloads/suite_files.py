@@ -51,6 +51,7 @@ GEMM writes bfloat16, and activate and chain read it, so that a float32 layer ha
 from __future__ import annotations
 
 import re
+import stat
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -223,12 +224,14 @@ def _layers_of(table: dict[str, Any], path: Path) -> list[Layer]:
 
 
 def read_text(path: Path) -> str:
-    """A small file of text.
+    """A small file of text, without the mark (BOM) that some programs put first.
 
     Raises:
         SuiteError: It cannot be read, is larger than 1 MiB, or is not UTF-8.
     """
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe may never end
+            raise SuiteError(f"suite {path}: cannot be read: it is not a regular file")
         with path.open("rb") as file:
             data = file.read(LARGEST_FILE_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
@@ -237,7 +240,7 @@ def read_text(path: Path) -> str:
     if len(data) > LARGEST_FILE_BYTES:
         raise SuiteError(f"suite {path}: is larger than {LARGEST_FILE_BYTES} bytes")
     try:
-        return data.decode("utf-8")
+        return data.decode("utf-8-sig")
     except ValueError as error:
         raise SuiteError(f"suite {path}: is not text in UTF-8: {error}") from None
 

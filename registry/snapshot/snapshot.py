@@ -353,11 +353,15 @@ class Snapshot:
                         worst[column] = max(worst.get(column, 0.0), bound)
         return worst
 
-    def find_device(self, name: str) -> Device:
+    def find_device(self, name: str, without_times: Sequence[str] = ()) -> Device:
         """The device of a product name, exact ("NVIDIA H200") or normalized ("nvidia-h200").
 
         Of several with that name one wins on which anything was timed by us or verified, then the
         whole device over a partition, then the one with most of these timings.
+
+        Args:
+            name: The name.
+            without_times: Products that the caller also takes, for the error.
 
         Raises:
             DeviceError: Nothing was measured on such a device.
@@ -366,8 +370,11 @@ class Snapshot:
             d for d in self.devices if _normalized(d.product) == _normalized(name)
         ]
         if not matches:
-            known = ", ".join(sorted({repr(d.product) for d in self.devices})) or "none"
-            meant = did_you_mean(name, [d.product for d in self.devices])
+            measured = sorted({d.product for d in self.devices})
+            known = ", ".join(map(repr, measured)) or "none"
+            if without_times:
+                known += f", and without times {', '.join(map(repr, without_times))}"
+            meant = did_you_mean(name, [*measured, *without_times])
             raise DeviceError(
                 f"device {name!r} is in no database; {meant}known are {known}; measure it with "
                 "`python -m lokakern.bench sweep` there"

@@ -446,6 +446,25 @@ def test_workers_that_cannot_start_are_reported(made: Any, monkeypatch: pytest.M
     }
 
 
+def test_two_writers_of_a_mark_do_not_share_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads have one process id, and so may containers that share the folder."""
+    written, rename = [], Path.replace
+
+    def replaced(self: Path, target: Path) -> Path:
+        written.append(self)
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "replace", replaced)
+    mark = tmp_path / "prebuilt" / "mark"
+    for problems in ({"a"}, {"a", "b"}):
+        prebuild._write_mark(mark, problems)
+    assert len({*written}) == 2 and {x.parent for x in written} == {mark.parent}
+    assert prebuild._read_mark(mark) == {"a", "b"}
+    assert [*mark.parent.iterdir()] == [mark]
+
+
 def test_nothing_to_build_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "_Worker", None)
     assert build([], H200).compiled == 0

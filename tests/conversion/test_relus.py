@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from torch import nn
 
 import lokakern
+from lokakern.conversion import tuning_file
 from lokakern.conversion.convert import Conversion
 from lokakern.conversion.tune import Tuning, tune
+from lokakern.errors import ChoicesError
 from lokakern.nn.norm_gradient import KERNEL as GRADIENT_KERNEL
 from lokakern.nn.rectified import KERNEL
 from lokakern.nn.routed_matmul import kernel_at
 from lokakern.problems import make_problem
+from lokakern.registry.register import KERNELS
 from lokakern.selection import dispatcher
 from lokakern.types import Format
 from tests.conversion.test_tune import M, On, Script
@@ -130,6 +135,23 @@ def test_tuning_drops_relus_that_lose(known: Book, tmp_path: Path) -> None:
     assert not other.rectified
     other.refresh()
     assert other.rectified
+
+
+@pytest.mark.parametrize("gain_us", [2.0, -2.0])
+def test_a_tuning_with_relus_is_for_the_kernel_that_was_timed(
+    known: Book, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gain_us: float
+) -> None:
+    new, old = tmp_path / "new.json", tmp_path / "old.json"
+    tuned(cost_of(gain_us))[0].save(new)
+    file = tuning_file.read(new)
+    assert file.kernels[KERNEL] == KERNELS[KERNEL].digest
+    kernels = {name: digest for name, digest in file.kernels.items() if name != KERNEL}
+    file = msgspec.structs.replace(file, kernels=kernels)
+    tuning_file.write(msgspec.structs.replace(file, digest=tuning_file._digest(file)), old)
+    assert bool(convert(model_of(), 0.06, tuned=old).rectified) == (gain_us > 0)
+    monkeypatch.setitem(KERNELS, KERNEL, dataclasses.replace(KERNELS[KERNEL], modules=()))
+    with pytest.raises(ChoicesError, match="its kernels is"):
+        convert(model_of(), 0.06, tuned=new)
 
 
 def test_a_model_that_does_not_gain_is_that_of_nn_linear(known: Book) -> None:

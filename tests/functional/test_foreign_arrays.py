@@ -7,6 +7,8 @@ NumPy and a library made for tests take the routes of DLPack on a CPU; CuPy, JAX
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -476,6 +478,20 @@ def test_cupy_and_numpy_do_not_mix(cupy: Any) -> None:
     with pytest.raises(FormatError, match="float64"):
         lokakern.quantize(x.astype(float))
     assert lokakern.gemm(x[:0], cupy.ones((K, N), cupy.float32)).shape == (0, N)
+
+
+def test_the_tensor_of_a_quantized_array_is_what_can_be_saved() -> None:
+    made = lokakern.quantize(X, "row")
+    file = io.BytesIO()
+    for save in (pickle.dumps, lambda x: torch.save(x, file)):
+        with pytest.raises(UnsupportedError, match=r"of numpy cannot be saved.*\.tensor to torch"):
+            save(made)
+    file.seek(0)
+    torch.save(made.tensor, file)
+    file.seek(0)
+    again = torch.load(file, weights_only=False)
+    product = lokakern.scaled_gemm(made, again.t(), out_format="float32")
+    assert numpy.array_equal(product, lokakern.scaled_gemm(made, made.t(), out_format="float32"))
 
 
 def test_a_quantized_array_tells_what_it_is() -> None:

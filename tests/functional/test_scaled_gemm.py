@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import itertools
 import logging
 import math
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 import lokakern
 from lokakern import numerics
@@ -220,6 +223,21 @@ def test_slices_along_k_equal_the_whole_operand(where: str) -> None:
     b = lokakern.quantize(w, "row").t()
     assert_right(lokakern.scaled_gemm(shared, b), whole, b)
     assert_right(lokakern.scaled_gemm([whole], b), whole, b)
+
+
+def test_a_file_of_an_earlier_version_is_laid_out_when_it_is_loaded() -> None:
+    x = lokakern.quantize(drawn("cpu", 4, 1000))
+    old = copy.copy(x)
+    padded = functional.pad(x.data.view(torch.uint8), (0, 8)).view(x.data.dtype)
+    object.__setattr__(old, "data", padded[:, :1000])  # the pitch before that of cache lines
+    _ = old.signature, old.transpose
+    file = io.BytesIO()
+    torch.save(old, file)
+    again: QuantizedTensor = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+    assert old.data.stride(0) == 1008 and again.data.stride(0) == 1024
+    assert torch.equal(lokakern.dequantize(again), lokakern.dequantize(x))
+    assert again.transpose[0].data_ptr() == again.data.data_ptr()
+    assert again.signature is x.signature
 
 
 def test_fp8_rows_of_any_length_are_padded_or_contiguous() -> None:

@@ -824,6 +824,9 @@ def test_a_kept_output_is_that_of_the_input_and_weight_as_they_are() -> None:
         model.heads[1].weight.zero_()
     assert torch.equal(model.heads[1](x), model.heads[1].bias.expand(5, 16))
     model.query(x)
+    model.heads[0].weight.data = torch.ones(24, 16)  # leaves the version as it is
+    torch.testing.assert_close(model.heads[0](x), parts_of(model)[1](x))
+    model.query(x)
     with torch.no_grad():
         assert not model.heads[0](x).requires_grad
     model.query(x)
@@ -867,6 +870,18 @@ def test_a_compiled_declared_group_multiplies_apart() -> None:
     torch.testing.assert_close(compiled(x), expected)
     model.is_writing = True
     torch.testing.assert_close(compiled(x.clone()), model(x.clone()))
+
+
+def test_a_declared_group_multiplies_apart_under_torch_func() -> None:
+    model, x = Branching(), torch.randn(5, 16)
+    mods.apply(model, [mods.FuseShared(groups=[GROUP])])
+    head, query = model.heads[0], model.query
+
+    def loss(weights: dict[str, torch.Tensor]) -> torch.Tensor:
+        return query(x).sum() + torch.func.functional_call(head, weights, (x,)).sum()
+
+    gradient = torch.func.grad(loss)(dict(head.named_parameters()))["weight"]
+    torch.testing.assert_close(gradient, x.sum(0).expand(24, 16))
 
 
 @pytest.mark.parametrize(

@@ -311,6 +311,26 @@ def loaded(model: nn.Module) -> nn.Module:
     return model
 
 
+def test_fp8_weights_of_an_earlier_version_are_laid_out_when_they_are_loaded() -> None:
+    layer = layer_of((BY_ROW, PLAIN, PLAIN), k=1000)
+    layer.freeze()
+    layer.keep_chain_weight("any", "row")
+    layer.keep_chain_weight("any", "tensor")
+    x = rows(k=1000)
+    with torch.no_grad():
+        expected = layer(x)
+    weights = [layer.chain_weight(scales)[0].clone() for scales in ("row", "tensor")]
+    layer.fp8_data = layer.fp8_data[:, :1008].contiguous()  # the pitch before that of cache lines
+    layer.chain_data_tensor = weights[1].view(N, -1)[:, :1008].flatten()
+    again = saved(layer)
+    assert again.fp8_data.shape == (N, 1024)
+    for scales, weight in zip(("row", "tensor"), weights, strict=True):
+        data = again.chain_weight(scales)[0]
+        assert torch.equal(data.view(N, 1024)[:, :1000], weight.view(N, 1024)[:, :1000])
+    with torch.no_grad():
+        assert torch.equal(again(x), expected)
+
+
 COPIES = [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), saved, moved, shared, assigned,
           loaded]  # fmt: skip
 NAMES = ["deepcopy", "pickle", "save", "to", "share_memory", "assign", "load_state_dict"]

@@ -204,6 +204,13 @@ def test_nothing_is_extrapolated(book: Book, m: int) -> None:
     assert "outside what was measured" in choice.explain()
 
 
+def test_without_rows_there_is_nothing_to_measure(book: Book) -> None:
+    book.write(*measured())
+    assert "bench sweep" in ask(1).explain()
+    words = ask(0).explain()
+    assert "there is nothing to measure" in words and "bench sweep" not in words
+
+
 def test_an_unknown_shape_is_a_miss(book: Book) -> None:
     book.write(*measured())
     choice = dispatch("gemm", (4096, 512, 640), 0.06, device="NVIDIA H200")

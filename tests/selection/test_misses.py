@@ -109,6 +109,7 @@ def test_misses_that_cannot_be_measured_are_not_read() -> None:
         (replace(PROBLEM, b=Operand(Format.BFLOAT16, layout=Layout.COLUMN, alignment=8)),
          "b is not aligned"),
         (replace(PROBLEM, out_strided=True), "out is a slice"),
+        (replace(PROBLEM, m=0), "it has no rows"),
         (make_problem("quantize", (16, 64)), None),
     ],
     ids=str,

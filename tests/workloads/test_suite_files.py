@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections import Counter
 from pathlib import Path
@@ -212,6 +213,17 @@ def test_invalid_entries_raise_with_a_reason(tmp_path: Path, text: str | bytes, 
 def test_unreadable_files_raise(tmp_path: Path, name: str) -> None:
     with pytest.raises(SuiteError, match="cannot be read"):
         suite_from_file(tmp_path / name)
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.toml")
+    with pytest.raises(SuiteError, match="cannot be read: it is not a regular file"):
+        suite_from_file(tmp_path / "pipe.toml")
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    expected = suite_from_file(written(tmp_path, NAMED + LAYER)).cases(H200)
+    assert suite_from_file(written(tmp_path, "\ufeff" + NAMED + LAYER)).cases(H200) == expected
 
 
 KEYS = [*suite_files.FILE_KEYS, *suite_files.LAYER_KEYS, "[[layer]]"]

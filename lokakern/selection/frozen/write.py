@@ -93,9 +93,10 @@ def _device(found: set[Device], path: str) -> Device:
     devices = [device for device in found if device.is_gpu] or list(found)
     if not devices:
         raise ChoicesError(
-            f"freeze {path}: there are no choices yet; run the model once, or `dispatch` its "
-            "problems, and then freeze (without a budget `gemm` chooses nothing). `convert` puts "
-            "its choices into the model, and not into this file: torch.save(model, ...) keeps them"
+            f"freeze {path}: no choice was made here yet that it writes. A model of `convert` has "
+            "its own: save it by torch.save(model, ...), and where it is loaded no database is "
+            "read. Else run the model once, or `dispatch` its problems, and then freeze (without a "
+            "budget `gemm` chooses nothing)"
         )
     if len(devices) > 1:
         names = " and ".join(sorted(device.product for device in devices))

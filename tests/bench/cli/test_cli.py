@@ -485,6 +485,18 @@ def test_explain_names_the_formats_that_a_gpu_nobody_measured_would_admit(comman
     }  # fmt: skip
 
 
+def test_explain_tells_where_errors_of_formats_are_those_of_another_k(command: Command) -> None:
+    found = {}
+    for k in (32, 128, 8192, 16384):
+        words = ("explain", "--shape", f"4096,512,{k}", "--device", "b200")
+        found[k] = command(*words, "--json").json["notes"]
+        assert all(note in command(*words).out for note in found[k])
+    assert found == {
+        32: ["Below k = 128 errors are those at 128."], 128: [], 8192: [],
+        16384: ["Beyond k = 8192 errors are those at 8192, and may be larger."],
+    }  # fmt: skip
+
+
 def test_explain_formats_of_many_products(command: Command, tmp_path: Path) -> None:
     shapes = tmp_path / "shapes.csv"
     shapes.write_text("m,n,k,count,layer\n4096,512,512,3,up\n4096,512,8192,,down\n")
@@ -775,6 +787,11 @@ def test_export_writes_current_rows(command: Command, measured: str, tmp_path: P
         (
             ("explain", "--device", "nvidia h20"),
             "DeviceError: device 'nvidia h20' is in no database; did you mean 'NVIDIA H200'?",
+        ),
+        (
+            ("explain", "--device", "nvidia b20"),
+            "DeviceError: device 'nvidia b20' is in no database; did you mean 'NVIDIA B200'? known "
+            "are 'NVIDIA H100 80GB HBM3', 'NVIDIA H200', and without times 'NVIDIA A100-SXM4-80GB'",
         ),
         (("compare", "--suite", "smok"), "UnknownNameError: suite 'smok' is unknown"),
         (("compare", "--op", "gem"), "UnknownNameError: op 'gem' is unknown"),

@@ -118,6 +118,12 @@ def test_the_same_command_goes_on_where_it_stopped(contributor: Contributor) -> 
     assert set(contributor.sent["timing"]) > set(first["timing"])
 
 
+def test_a_limit_too_short_for_a_row_is_no_failure(contributor: Contributor) -> None:
+    code, said = contributor.run("--time-limit", 0)
+    assert code == 3 and "nothing was measured within 0 s" in said and "longer" in said
+    assert not contributor.out.exists() and not place_of(contributor.out).exists()
+
+
 def test_measurements_that_do_not_repeat_are_not_sent(
     contributor: Contributor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,6 +41,7 @@ def test_aiters_rows_name_sizes_and_gpus(write: Callable[[str, str], Path]) -> N
     before = "cu_num,M,N,K,kernelId,splitK,us,kernelName\n80,32,1280,8192,5,0,20.0,a8w8\n"
     (older,) = read_tuned(write("older.csv", before))
     assert older == Tuned(32, 1280, 8192, "", 80)
+    assert read_tuned(write("excel.csv", "\ufeff" + before)) == [older]
 
 
 def test_vllms_files_have_sizes_in_their_names(write: Callable[[str, str], Path]) -> None:

@@ -25,7 +25,7 @@ from lokakern.registry.sharing.plausibility import least_us
 from lokakern.registry.snapshot.snapshot import Snapshot
 from lokakern.render.html import hash_of
 from lokakern.selection import dispatcher
-from lokakern.types import Format, Granularity, Operand, Problem
+from lokakern.types import ErrorBudget, Format, Granularity, Operand, Problem
 from tests.support import browser
 from tests.support.html_page import HOSTILE
 from tests.support.html_page import Page as Closed
@@ -204,7 +204,7 @@ def rows_end(survey: Survey, kernel: str) -> list[str]:
     """The last cells of the row of the widest gemm at a strict budget."""
     row = at(survey, op="gemm", m=2048, n=2048, k=2048, budget="0.03")
     light = f"{row['light']:.4g}"
-    return [light, "0.003", "none 0.03", "yes", row["letter"], kernel, row["note"] or "-"]
+    return [light, "0.003", "none 0.03", "measured", row["letter"], kernel, row["note"] or "-"]
 
 
 def test_long_tables_are_truncated_with_a_note(
@@ -364,7 +364,89 @@ def test_both_maps_have_the_same_cells_and_outline_what_was_never_measured(small
     drawer = charts.vl_convert()
     for name in ("winners", "gains"):
         svg = drawer.vegalite_to_svg(base | views[name], vl_version=charts._VERSION)
-        assert svg.count('stroke-dasharray="2,3"') == cells, name
+        assert svg.count('stroke-dasharray="2,3"') == cells + 1, f"{name}, and its legend"
+
+
+def test_predictions_are_those_of_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOKAKERN_PREDICT", "1")
+    dispatcher.use_snapshot(None)
+    device = dispatcher.device_named("NVIDIA H200")
+    shapes = [(8192, 2064, 2000), (2048, 2064, 2000), (8192, 130_000, 2000)]
+    monkeypatch.setattr(survey, "_gaps", lambda _: [gemm(*shape) for shape in shapes])
+    limits = {"none": None, "0.01": ErrorBudget.of(0.01), "0.06": ErrorBudget.of(0.06)}
+    rows = survey._predicted([], device, "graph-cold", limits, {}, Progress())
+    found = {(row["m"], row["n"], row["k"], row["budget"]): row for row in rows}
+    assert len(found) == len(rows)
+    for shape in shapes:
+        assert (*shape, "none") not in found
+        for budget in (0.01, 0.06):
+            choice = dispatch("gemm", shape, budget, device=device)
+            row = found.pop((*shape, f"{budget:g}"), None)
+            assert (row is None) == (choice.predicted is None)
+            if row is not None and choice.predicted is not None:
+                us = choice.predicted.latency_us
+                assert (row["kernel"], row["us"]) == (choice.kernel, pytest.approx(us, abs=0.01))
+                assert row["note"] == f"predicted, not measured: {choice.predicted}"
+    assert not found
+
+
+def test_gaps_are_at_sizes_of_two_or_more_times() -> None:
+    there = [(64, 64), (64, 128), (128, 64), (256, 256), (256, 64)]
+    problems = [gemm(2048, n, k) for n, k in there]
+    gaps = [(p.n, p.k) for p in survey._gaps([*problems, gemm(4096, 512, 512)])]
+    assert gaps == [] and survey._gaps([]) == []
+    gaps = [p.shape for p in survey._gaps([*problems, gemm(2048, 512, 128)])]
+    assert gaps == [(2048, 256, 128)]
+    rows = [quantizing(m, k) for m, k in ((64, 512), (64, 1024), (128, 512), (256, 1024))]
+    assert [p.shape for p in survey._gaps(rows)] == []
+    assert [p.shape for p in survey._gaps([*rows, quantizing(128, 64)])] == [(128, 1024)]
+
+
+def svg_of(found: Survey, name: str) -> str:
+    op = next(op for op in found.ops if op["op"] == "gemm")
+    base, views = charts.op_pictures(found, op)
+    spec = base | views[name] | {"datasets": charts.tables_of(found, op)}
+    config = charts.config_of("light")
+    svg: str = charts.vl_convert().vegalite_to_svg(
+        spec | {"config": config}, vl_version=charts._VERSION
+    )
+    return svg
+
+
+def test_predicted_cells_are_hatched_and_no_others(small: Survey) -> None:
+    op = next(op for op in small.ops if op["op"] == "gemm")
+    here = [row for row in small.choices if row["op"] == "gemm" and row["m"] == op["m"]]
+    gap = next(row for row in here if row["budget"] == op["budget"])
+    sizes = {(row["n"], row["k"]) for row in here}
+    gaps = [(n, k) for n in {n for n, _ in sizes} for k in {k for _, k in sizes}
+            if (n, k) not in sizes]  # fmt: skip
+    predicted = [gap | {"n": n, "k": k, "speedup": 7.77, "note": "predicted"} for n, k in gaps]
+    assert predicted
+    hatch = re.compile(r'fill="url\(#gradient[^"]*"')
+    for name, legends in (("winners", 1), ("gains", 2)):
+        before, after = (svg_of(s, name) for s in (small, replace(small, predicted=predicted)))
+        assert len(hatch.findall(before)) == legends, "of cells, and of colors"
+        assert len(hatch.findall(after)) == legends + len(predicted)
+        assert all(f">{state}<" in after for state in charts._STATES)
+    assert after.count(">7.77<") == len(predicted)
+    tables = charts.tables_of(replace(small, predicted=predicted), op)
+    assert sum(row["answer"] == "predicted" for row in tables["choices"]) == len(predicted)
+    assert f" + {len(predicted)}<" in svg_of(replace(small, predicted=predicted), "winners")
+
+
+def test_points_without_a_place_of_their_own_are_counted(small: Survey) -> None:
+    def changed(**values: Any) -> Survey:
+        times = [row for row in small.times if row["op"] == "gemm"]
+        return replace(small, times=[*times, *(row | values for row in times[:2])])
+
+    assert ">24 times<" in svg_of(small, "light")
+    assert ">26 times, 2 behind others<" in svg_of(changed(), "light")
+    assert ">24 times, and 2 without a bound<" in svg_of(changed(least_us=0.0), "light")
+    op = next(op for op in small.ops if op["op"] == "gemm")
+    at = dict(zip("mnk", op["shape"], strict=True))
+    assert ">3 kernels<" in svg_of(small, "fronts")
+    unknown = changed(**at, row_err=None)
+    assert ">3 kernels, and 2 without a known error<" in svg_of(unknown, "fronts")
 
 
 def test_pictures_need_no_browser(small: Survey, tmp_path: Path) -> None:

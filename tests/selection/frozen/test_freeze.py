@@ -414,7 +414,12 @@ def test_freeze_without_choices_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ChoicesError, match="run the model once, or `dispatch`"):
         lokakern.freeze(tmp_path / "choices.json")
     lokakern.dispatch("gemm", (16, 16, 16), 0.06, device=replace(CPU, product="another"))
-    with pytest.raises(ChoicesError, match="there are no choices yet"):
+    with pytest.raises(ChoicesError, match="no choice was made here yet"):
+        lokakern.freeze(tmp_path / "choices.json")
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16)).bfloat16()
+    lokakern.convert(model, 0.06)
+    model(x)
+    with pytest.raises(ChoicesError, match=r"of `convert` has its own: save it by torch\.save"):
         lokakern.freeze(tmp_path / "choices.json")
     assert not list(tmp_path.iterdir())
 
