@@ -171,6 +171,24 @@ def test_no_relu_appears_where_quantized_products_were_dropped(known: Book) -> N
     assert found.after is None and not handle.rectified
 
 
+def with_gradients(known: Book) -> None:
+    problem = make_problem("norm_backward", (512, 8), epilogue="bias+relu", out_format=BF16)
+    known.write(time(GRADIENT_KERNEL, problem, 3.0)).use()
+
+
+def test_tuning_decides_about_gradients_behind_layers_with_relus(
+    known: Book, tmp_path: Path
+) -> None:
+    with_gradients(known)
+    found, handle, _ = tuned(cost_of(2.0))
+    group = next(t.group for t in found.groups if t.group.gemm == "relu")
+    assert group.kernels == (KERNEL, GRADIENT_KERNEL) and group.sites == ("4", "0", "2")
+    assert handle.joined == dict.fromkeys("024", "none relu")
+    found.save(tmp_path / "tuned.json")
+    assert GRADIENT_KERNEL in (tmp_path / "tuned.json").read_text()
+    assert convert(model_of(), 0.06, tuned=tmp_path / "tuned.json").joined == handle.joined
+
+
 def test_gradients_behind_layers_are_joined_in_training_where_their_kernel_was_timed(
     known: Book,
 ) -> None:
@@ -179,8 +197,7 @@ def test_gradients_behind_layers_are_joined_in_training_where_their_kernel_was_t
                              nn.ReLU(), nn.Linear(N, 1)).bfloat16()  # fmt: skip
 
     assert not convert(normed(), 0.06).joined
-    problem = make_problem("norm_backward", (512, 8), epilogue="bias+relu", out_format=BF16)
-    known.write(time(GRADIENT_KERNEL, problem, 3.0)).use()
+    with_gradients(known)
     model = normed()
     handle = convert(model, 0.06)
     assert handle.joined == {"0": "layer relu", "3": "none relu"}

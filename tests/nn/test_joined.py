@@ -286,3 +286,44 @@ def test_the_op(m: int, dtype: torch.dtype) -> None:
 
 def test_no_gpu_has_the_kernel_here() -> None:
     assert not norm_gradient.is_fast(K, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 130, 2048, 8200])
+def test_a_gpu_kernel_has_the_values_of_the_emulation(m: int) -> None:
+    """Called three times: the third is replayed."""
+    for n in (8, 264, joined.LONGEST_ROW):
+        dd, y = (torch.randn(m, n, device="cuda").bfloat16() for _ in range(2))
+        bias, weight, shift = (torch.randn(n, device="cuda").bfloat16() for _ in range(3))
+        for given in ((None, None, "none", "relu"), (weight, shift, "layer", "silu")):
+            call = (dd, y, bias, *given, 1e-5)
+            expected = norm_gradient.norm_gradient(*(
+                x.cpu() if isinstance(x, Tensor) else x for x in call
+            ))  # fmt: skip
+            for _ in range(3):
+                found = torch.ops.lokakern.norm_gradient(*call)
+                for one, other in zip(found, expected, strict=True):
+                    difference = (one.cpu().double() - other.double()).norm()
+                    assert difference <= 2e-3 * other.double().norm()
+
+
+@pytest.mark.gpu
+def test_a_compiled_training_step_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (joined, rectified):
+        monkeypatch.setattr(module, "is_fast", norm_gradient.is_fast)
+    model = usual().cuda()
+    plain = nn.Sequential(*copy.deepcopy(list(model)))
+    x = rows(256).cuda().requires_grad_()
+    for dynamic in (False, True):
+        torch._dynamo.reset()
+        found = []
+        for each in (model, plain):
+            run = torch.compile(each, fullgraph=True, dynamic=dynamic)
+            for _ in range(3):
+                x.grad = None
+                each.zero_grad()
+                y = run(x)
+                y.backward(torch.linspace(-1, 1, y.numel(), device="cuda").view_as(y).to(y.dtype))
+            found.append(gradients(each, x))
+        for one, other in zip(*found, strict=True):
+            assert (one - other).norm() <= 0.02 * other.norm()
