@@ -97,10 +97,13 @@ def multiply_joined(
         vectors += [norm.weight, norm.bias]
     if activation != "none" and ACTIVATIONS.get(type(behind[-1])) != activation:
         return None
-    for vector in vectors:
+    for place, vector in enumerate(vectors):
         if type(vector) is not Parameter or vector.dtype is not bfloat16:
             return None
         if not vector.requires_grad:
+            return None
+        # Dynamo breaks the graph at a function of autograd that is given one tensor twice.
+        if any(vector is other for other in vectors[:place]):
             return None
     for module in modules:
         if has_own_call(module) or has_backward_hooks(module):

@@ -173,6 +173,8 @@ def _hook(*_given: object) -> None:
         (lambda m: m[0].bias.requires_grad_(False), 3),
         (lambda m: m[4].weight.requires_grad_(False), 3),
         (lambda m: m[0].weight.requires_grad_(False), 4),
+        (lambda m: setattr(m[0], "bias", m[1].bias), 3),  # one parameter at two places
+        (lambda m: setattr(m[4], "weight", m[4].bias), 3),
         (lambda m: m.requires_grad_(False), 0),
         (lambda m: m.float(), 0),
         (lambda m: m.__setitem__(1, nn.LayerNorm(N).bfloat16()), 0),  # other modules than known
