@@ -93,6 +93,8 @@ def test_where_gradients_are_joined() -> None:
     wide = 2 * joined.LONGEST_ROW
     assert not any(joined_between(nn.Sequential(Linear(8, wide), nn.LayerNorm(wide)).bfloat16()))
     assert not any(joined_between(nn.Sequential(Linear(K, N), nn.ReLU())))  # float32
+    for columns in (N + 1, norm_gradient.LONGEST_ROW + norm_gradient.CHUNK):  # of no kernel
+        assert not any(joined_between(nn.Sequential(Linear(K, columns), nn.ReLU()).bfloat16()))
 
 
 @pytest.mark.parametrize("shape", [(48, K), (1, K), (2, 3, K)])
@@ -287,4 +289,5 @@ def test_the_op(m: int, dtype: torch.dtype) -> None:
 
 
 def test_no_gpu_has_the_kernel_here() -> None:
-    assert not norm_gradient.is_fast(K, "cpu")
+    assert norm_gradient.takes(K) and not norm_gradient.is_fast(K, "cpu")
+    assert not norm_gradient.is_fast(0, "cuda")
