@@ -221,6 +221,28 @@ def test_dynamic_rows() -> None:
         assert calls_of(run, rows(m).requires_grad_()) == 4
 
 
+class Behind(nn.Module):
+    def __init__(self, model: nn.Module, *, writes: bool) -> None:
+        super().__init__()
+        self.model, self.writes = model, writes
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.model(x)
+        return y.sub_(1.0) if self.writes else y - 1.0
+
+
+@pytest.mark.parametrize("relus", [False, True])
+def test_a_module_may_write_to_the_output_of_a_relu(relus: bool) -> None:
+    """The gradient is that of the output before."""
+    model, found = model_of(Linear(K, N), nn.ReLU(), relus=relus), []
+    for writes in (True, False):
+        each, x = copy.deepcopy(model), rows(48).requires_grad_()
+        torch._dynamo.reset()
+        step(compiled(Behind(each, writes=writes), fullgraph=True), x)
+        found.append(gradients(each, x))
+    assert all(map(torch.equal, *found))
+
+
 def test_sequences_of_earlier_versions_are_read() -> None:
     model = usual()
     state = model.__getstate__()
