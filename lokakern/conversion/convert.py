@@ -310,7 +310,7 @@ class Conversion:
         self.left_crosses: dict[str, str] = {}  # reasons
         self.spans: list[Span] = []  # layers that may be chains
         self.off_chains: frozenset[ChainSites] = frozenset()  # by tuning
-        self.has_relus = True  # whether products may apply the relu behind them; tuning decides
+        self.has_relus = True  # relus in products, gradients behind layers; tuning decides
         self.why_no_chains = ""
         self._step_host: StepHost | None = None  # of training, where it is known
         self._untimed: set[tuple[int, int, str]] = set()  # n and k of the reading layer, activation
@@ -421,7 +421,8 @@ class Conversion:
             keep_classes: Whether a sequence stays a `BoundedSequential` without quantized inputs:
                 if it was compiled as one, Dynamo would not enter the forward of an `nn.Sequential`.
             off_chains: Chains that are not used, by the names of their layers; None: as before.
-            has_relus: Whether products may apply the relu behind them; None: as before.
+            has_relus: Whether products may apply the relu behind them, and one op compute the
+                gradients behind layers; None: as before.
 
         Returns:
             The products with another route, as ``site/gemm``.

@@ -54,7 +54,7 @@ class StepHost:
             return f"{words}; the GPU takes longer for these in bf16 at every m"
         return (
             f"{words}; below m={self.least_m} the GPU takes less for these in bf16, and nothing is "
-            "quantized"
+            "quantized, but in eager calls where nothing pads rows"
         )
 
 

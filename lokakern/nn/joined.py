@@ -19,7 +19,7 @@ from torch.nn.functional import hardswish, layer_norm, relu, silu
 
 from lokakern.nn.chain_call import has_own_call, is_usual
 from lokakern.nn.linear import Linear, fuse_quantizers
-from lokakern.nn.norm_gradient import is_fast
+from lokakern.nn.norm_gradient import is_fast, takes
 from lokakern.nn.rectified import are_calls_plain, has_backward_hooks
 from lokakern.nn.routed_matmul import OPS
 
@@ -58,7 +58,8 @@ def joined_between(sequence: nn.Sequential) -> tuple[str, ...]:
 
 def _is_usual(layer: Linear) -> bool:
     is_whole = layer.padding == (0, 0) and not layer.is_mixing and not layer.is_held
-    return is_whole and layer.bias is not None and layer.weight.dtype is bfloat16
+    is_biased = layer.bias is not None and layer.weight.dtype is bfloat16
+    return is_whole and is_biased and takes(layer.out_features)
 
 
 def _is_over(norm: Any, layer: Linear) -> bool:
@@ -97,10 +98,13 @@ def multiply_joined(
         vectors += [norm.weight, norm.bias]
     if activation != "none" and ACTIVATIONS.get(type(behind[-1])) != activation:
         return None
-    for vector in vectors:
+    for place, vector in enumerate(vectors):
         if type(vector) is not Parameter or vector.dtype is not bfloat16:
             return None
         if not vector.requires_grad:
+            return None
+        # Dynamo breaks the graph at a function of autograd that is given one tensor twice.
+        if any(vector is other for other in vectors[:place]):
             return None
     for module in modules:
         if has_own_call(module) or has_backward_hooks(module):

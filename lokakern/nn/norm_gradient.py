@@ -27,9 +27,14 @@ LONGEST_ROW, CHUNK = 8192, 8  # columns that the kernel takes: the most, and wha
 _LIBRARY = torch.library.Library("lokakern", "FRAGMENT")
 
 
+def takes(columns: int) -> bool:
+    """Whether `KERNEL` takes rows of so many columns."""
+    return 0 < columns <= LONGEST_ROW and columns % CHUNK == 0
+
+
 def is_fast(columns: int, device: str) -> bool:
     """Whether the op runs `KERNEL` for gradients of so many columns."""
-    if device != "cuda" or columns % CHUNK or columns > LONGEST_ROW:
+    if device != "cuda" or not takes(columns):
         return False
     return _kernel(torch.device(device, torch.cuda.current_device())).name == KERNEL
 

@@ -93,6 +93,8 @@ def test_where_gradients_are_joined() -> None:
     wide = 2 * joined.LONGEST_ROW
     assert not any(joined_between(nn.Sequential(Linear(8, wide), nn.LayerNorm(wide)).bfloat16()))
     assert not any(joined_between(nn.Sequential(Linear(K, N), nn.ReLU())))  # float32
+    for columns in (N + 1, norm_gradient.LONGEST_ROW + norm_gradient.CHUNK):  # of no kernel
+        assert not any(joined_between(nn.Sequential(Linear(K, columns), nn.ReLU()).bfloat16()))
 
 
 @pytest.mark.parametrize("shape", [(48, K), (1, K), (2, 3, K)])
@@ -173,6 +175,8 @@ def _hook(*_given: object) -> None:
         (lambda m: m[0].bias.requires_grad_(False), 3),
         (lambda m: m[4].weight.requires_grad_(False), 3),
         (lambda m: m[0].weight.requires_grad_(False), 4),
+        (lambda m: setattr(m[0], "bias", m[1].bias), 3),  # one parameter at two places
+        (lambda m: setattr(m[4], "weight", m[4].bias), 3),
         (lambda m: m.requires_grad_(False), 0),
         (lambda m: m.float(), 0),
         (lambda m: m.__setitem__(1, nn.LayerNorm(N).bfloat16()), 0),  # other modules than known
@@ -215,6 +219,28 @@ def test_dynamic_rows() -> None:
     run = compiled(model, fullgraph=True, dynamic=True)
     for m in (48, 33, 64):
         assert calls_of(run, rows(m).requires_grad_()) == 4
+
+
+class Behind(nn.Module):
+    def __init__(self, model: nn.Module, *, writes: bool) -> None:
+        super().__init__()
+        self.model, self.writes = model, writes
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.model(x)
+        return y.sub_(1.0) if self.writes else y - 1.0
+
+
+@pytest.mark.parametrize("relus", [False, True])
+def test_a_module_may_write_to_the_output_of_a_relu(relus: bool) -> None:
+    """The gradient is that of the output before."""
+    model, found = model_of(Linear(K, N), nn.ReLU(), relus=relus), []
+    for writes in (True, False):
+        each, x = copy.deepcopy(model), rows(48).requires_grad_()
+        torch._dynamo.reset()
+        step(compiled(Behind(each, writes=writes), fullgraph=True), x)
+        found.append(gradients(each, x))
+    assert all(map(torch.equal, *found))
 
 
 def test_sequences_of_earlier_versions_are_read() -> None:
@@ -285,7 +311,8 @@ def test_the_op(m: int, dtype: torch.dtype) -> None:
 
 
 def test_no_gpu_has_the_kernel_here() -> None:
-    assert not norm_gradient.is_fast(K, "cpu")
+    assert norm_gradient.takes(K) and not norm_gradient.is_fast(K, "cpu")
+    assert not norm_gradient.is_fast(0, "cuda")
 
 
 @pytest.mark.gpu
