@@ -22,9 +22,8 @@ class NormGradients(NamedTuple):
         dy: Of what was normalized, bfloat16 ``[m, k]``; None where nobody wants it so.
         quantized: The same, FP8 ``[m, k]`` with scales of rows or 1x128; None as well.
         quantized_t: Of its transpose, ``[k, m]``; with `quantized`.
-        sums: Of columns, ``[n, k]``, float32, or bfloat16 where the caller wants them so: of the
-            bias of the GEMM before, the norm's weight and its bias, as far as the epilogue has
-            them, in this order; None if it has none.
+        sums: Of columns, float32 ``[n, k]``: of the bias of the GEMM before, the norm's weight and
+            its bias, as far as the epilogue has them, in this order; None if it has none.
     """
 
     dy: Tensor | None

@@ -1,4 +1,4 @@
-"""Gradients of vectors from sums of each 128 rows: float32 by quantize_sums.cu, or bfloat16.
+"""Gradients of vectors from sums of each 128 rows of norm_backward.cu, float32 or bfloat16.
 
 The order is that of `lokakern.sums` in both. See gradient_sums.cu.
 """
@@ -30,7 +30,12 @@ def bind() -> CudaLaunch:
 
 
 def launch_sums(parts: Tensor, sums: Tensor) -> None:
-    """Add up the lines of parts, in the dtype of sums."""
+    """Add up the lines of parts, float32 or bfloat16 as sums are.
+
+    Args:
+        parts: What a kernel with sums of columns leaves in its workspace.
+        sums: ``[columns of parts]``, contiguous.
+    """
     if sums.dtype is not torch.bfloat16:
         quantize_sums.launch_sums(parts, sums)
         return

@@ -2,7 +2,7 @@
 
 dd, y: [rows, columns], bfloat16, rows start at multiples of 16 bytes and have a multiple of 8
 columns, at most 8192; dy: bfloat16, or e4m3 or e5m2 with 1x128 scales, together with its transpose.
-Column sums are of 128 rows each there, and of all in gradient_sums.py: in the order of
+Column sums are of 128 rows each there, and of all in quantize_sums.cu: in the order of
 `lokakern.sums`.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from lokakern import nvrtc
 from lokakern.driver import CudaLaunch
 from lokakern.gradients import NormGradients, sums_of
-from lokakern.kernels.cuda.gradient_sums import launch_sums
+from lokakern.kernels.cuda.quantize_sums import launch_sums
 from lokakern.registry.register import register
 from lokakern.types import (
     ACCEPTED,

@@ -68,8 +68,15 @@ def norm_gradient(
     )  # fmt: skip
     kernel = _kernel(y.device)
     dd, y = row_major(dd, apart=True), row_major(y, apart=True)
-    outputs = NormGradients(dy, None, None, sums if len(sums) else None)
-    kernel.launch(dd, y, outputs, epilogue, kernel.workspace(dd, y, outputs, epilogue))
+    # `KERNEL` rounds no sums: without room for them it leaves those of each 128 rows.
+    adds = kernel.name == KERNEL and len(sums) > 0
+    outputs = NormGradients(dy, None, None, None if adds or not len(sums) else sums)
+    workspace = kernel.workspace(dd, y, outputs, epilogue)
+    kernel.launch(dd, y, outputs, epilogue, workspace)
+    if adds:
+        from lokakern.kernels.cuda.gradient_sums import launch_sums  # needs NVRTC's bindings
+
+        launch_sums(workspace[0], sums.view(-1))
     return dy, sums
 
 

@@ -74,7 +74,7 @@ def test_a_model_is_tuned_and_its_outcome_saved(run: Run, models: str, tmp_path:
     assert code == 0, err
     found = json.loads(text)
     assert sorted(row["gemm"] for row in found["groups"]) == [
-        "grad_input", "grad_weight", "output",
+        "grad_input", "grad_weight", "output", "relu",
     ]  # fmt: skip
     assert {row["sites"] for row in found["groups"]} == {"0"}
     assert "gain over nn.Linear" in found["summary"] and f"tuned={str(out)!r}" in err
@@ -82,7 +82,7 @@ def test_a_model_is_tuned_and_its_outcome_saved(run: Run, models: str, tmp_path:
     module = sys.modules[models]
     Book(tmp_path / "rows.sqlite").use()
     handle = module.convert(module.model(), tuned=out)
-    dropped = {row["gemm"] for row in found["groups"] if not row["kept"]}
+    dropped = {row["gemm"] for row in found["groups"] if not row["kept"]} - {"relu"}
     assert {r.gemm for r in handle.sites["0"].routes if not r.text} == dropped
 
 
@@ -90,7 +90,7 @@ def test_a_table_and_csv_are_printed(run: Run, models: str) -> None:
     code, text, _ = run(f"{models}:tuned", *QUICK)
     assert code == 0 and "predicted gain us" in text and "gain over nn.Linear" in text
     code, text, _ = run(f"{models}:tuned", *QUICK, "--format", "csv", "--quiet")
-    assert code == 0 and len(list(csv.DictReader(io.StringIO(text)))) == 3
+    assert code == 0 and len(list(csv.DictReader(io.StringIO(text)))) == 4
 
 
 @pytest.mark.parametrize(
