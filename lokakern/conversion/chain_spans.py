@@ -23,9 +23,10 @@ from lokakern.conversion.chain_rivals import ChainJudge, SpanLayer
 from lokakern.conversion.chains import PlannedChain, SpanPlan, plan_span, takes
 from lokakern.conversion.routes import Route
 from lokakern.nn.block_rms_norm import BlockRMSNorm
+from lokakern.nn.joined import ACTIVATIONS
 from lokakern.nn.linear import Linear
 from lokakern.nn.linear_norm_act import LinearNormAct
-from lokakern.nn.static_handoff import ACTIVATIONS, BoundedSequential, is_affordable, passes_on
+from lokakern.nn.static_handoff import BoundedSequential, is_affordable, passes_on
 from lokakern.norm import NO_NORM, Norm, norm_named
 from lokakern.selection import dispatcher
 from lokakern.types import Device, ErrorBudget, Granularity, NormForm

@@ -2,8 +2,8 @@
 
 A compiler makes several kernels of them: one for the gradient of each element, and for each vector,
 such as the bias of the product before, a sum in two steps. The kernel of op norm_backward reads its
-operands once. After a product, with a relu and the sums for a bias, it takes 6.0 us of an H200
-where Inductor's kernels take 10.1 (8192 x 512), and 2.8 and 4.2 us at 512 x 64.
+operands once. With a relu and the sums for a bias it takes 6.0 us of an H200 where Inductor's
+kernels take 10.1 (8192 x 512), and 2.8 and 4.2 us at 512 x 64.
 """
 
 from __future__ import annotations

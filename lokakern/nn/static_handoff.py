@@ -41,7 +41,7 @@ from lokakern.nn.chain_call import (
     words_of_plan,
 )
 from lokakern.nn.chain_plan import read_plan
-from lokakern.nn.joined import count_joined, joined_way, multiply_joined
+from lokakern.nn.joined import ACTIVATIONS, count_joined, joined_way, multiply_joined
 from lokakern.nn.linear import Linear, described, quantizes
 from lokakern.nn.linear_norm_act import LinearNormAct
 from lokakern.nn.rectified import ALWAYS, multiply_rectified, traced_way
@@ -56,7 +56,6 @@ from lokakern.types import Device, ErrorBudget, Granularity
 # scales; but 0.18 on X12, gradients, which are not inputs of a forward pass.
 FLOOR = 0.05
 _BOUNDED = (nn.ReLU, nn.Hardswish, nn.SiLU, nn.Identity)  # |f(z)| <= |z|
-ACTIVATIONS = {nn.ReLU: "relu", nn.Hardswish: "hardswish", nn.SiLU: "silu"}
 
 
 class Handoff(NamedTuple):
