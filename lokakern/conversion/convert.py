@@ -48,6 +48,7 @@ from lokakern.conversion.tune import Tuning, apply_tuning, tune
 from lokakern.device import current_device
 from lokakern.errors import FormatError, UnknownNameError, UnsupportedError
 from lokakern.nn.adoption import Chosen, adopt, apply_choice, remove_choice
+from lokakern.nn.compiled_form import DOT, SUMS, form_of
 from lokakern.nn.crossed_forward import crossed_of, remove_crosses, renew_products, set_crosses
 from lokakern.nn.joined import joined_between
 from lokakern.nn.linear import Linear, Routed
@@ -118,7 +119,8 @@ def convert(
     separately, by ranges of m, from measurements on the device, or by its time model where nothing
     was measured (LOKAKERN_PREDICT=0: bfloat16 there); only `Conversion.refresh` changes them.
     Without a faster quantizing kernel a product stays bitwise equal to `nn.Linear`, but for relus
-    and gradients behind layers of an `nn.Sequential` (``between``). Only bfloat16 products are
+    and gradients behind layers of an `nn.Sequential`, and in compiled training for layers with
+    one output and gradients of biases (``between``). Only bfloat16 products are
     quantized: of bfloat16 parameters, or under autocast.
 
     Products with a parameter of another module, such as ``x @ self.w``, are sites, too, except with
@@ -440,6 +442,7 @@ class Conversion:
             site.routes = chosen
         if off_chains is not None:
             self.off_chains = frozenset(off_chains)
+        others = self.sites if has_relus not in (None, self.has_relus) else ()
         if has_relus is not None:
             self.has_relus = has_relus
         chains = {
@@ -447,7 +450,7 @@ class Conversion:
             for span in self.spans
             if isinstance(span.module, LinearNormAct)
         }
-        for name in dict.fromkeys((*routes, *chains)):
+        for name in dict.fromkeys((*routes, *chains, *others)):
             self._apply(self.sites[name], chains.get(name, ""))
         set_fast_paths(self._owners)
         self._apply_handoffs(keep_classes)
@@ -468,7 +471,19 @@ class Conversion:
             self._marker.mark(r.text, budget, f"{site.name}/{r.gemm}") for r in site.routes
         )
         is_inference = self._inference and site.name not in self.plain
-        apply_choice(site.module, Chosen(self._key, texts, is_inference, chain))
+        form = self._form_of(site.module)
+        apply_choice(site.module, Chosen(self._key, texts, is_inference, chain, form))
+
+    def _form_of(self, module: Routed) -> str:
+        """The form of a layer in compiled code."""
+        is_wanted = self.has_relus and self._between and not isinstance(self._wanted, Forced)
+        if not is_wanted or self._inference or not isinstance(module, Linear):
+            return ""
+        form = form_of(module)
+        is_timed = form and dispatcher.snapshot().is_timed(
+            GRADIENT_KERNEL, self._device_for(module.weight)
+        )
+        return form if is_timed else ""
 
     def _apply_handoffs(self, keep_classes: bool) -> None:
         """Set in sequences which inputs are quantized before their layers, and their chains."""
@@ -522,6 +537,14 @@ class Conversion:
     def joined(self) -> dict[str, str]:
         """Names of sites with what is behind them whose gradients one op computes, as text."""
         return self._between_sites("joined")
+
+    @property
+    def forms(self) -> dict[str, str]:
+        """Names of sites with a form in compiled code, see `lokakern.nn.compiled_form`."""
+        return {
+            name: form for name, site in self.sites.items()
+            for form in (chosen.form for chosen in self._chosen_for(site)) if form
+        }  # fmt: skip
 
     def _between_sites(self, column: str) -> dict[str, str]:
         """The texts of a column of the newest handoffs, by the names of sites."""
@@ -732,6 +755,13 @@ class Conversion:
             notes.append(
                 f"compiled training: {GRADIENT_KERNEL} computes gradients of bias, norm and "
                 f"activation behind {', '.join(self.joined)}"
+            )
+        if dots := [name for name, form in self.forms.items() if form == DOT]:
+            notes.append(f"compiled training: sums over products of elements in {', '.join(dots)}")
+        if SUMS in self.forms.values():
+            notes.append(
+                "compiled training: gradients of biases are summed apart where the compiler's "
+                "kernel would not read along rows"
             )
         notes += [f"{name} is unchanged: {why}" for name, why in self.skipped.items()]
         note = "\n".join(notes)

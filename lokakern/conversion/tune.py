@@ -8,8 +8,9 @@ can be tried in the time limit; the rest is tried as one.
 
 A chain of layers is off if its layers run by their routes. Chains are tried first. While a chain is
 on, the products of its layers do not run, so that groups of such products alone are not tried. The
-relus that products apply (`lokakern.nn.rectified`), and gradients behind layers in one op
-(`lokakern.nn.joined`), are one group, tried last: each saves launches.
+relus that products apply (`lokakern.nn.rectified`), gradients behind layers in one op
+(`lokakern.nn.joined`), and forms of layers in compiled code (`lokakern.nn.compiled_form`) are one
+group, tried last: each saves launches.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ TIME_LIMIT_S = {True: 150.0, False: 300.0}  # of inference and of training
 MOST_VARIANTS = 256
 LAYOUT = "bf16, with another layout of the weight"
 RELU = "relu"
+OTHER_FORM = "bf16, in another form in compiled code"
 MakeTimer = Callable[
     [Callable[[], object], Callable[[Variant], None], torch.device, bool], Timer
 ]  # step, switch, device, graph
@@ -248,8 +250,9 @@ def tune(
     gain = (1.0, 1.0, 1.0) if after is None else (after.value, after.low, after.high)
     texts = {name: tuple(r.text for r in routes) for name, routes in conversion.untuned.items()}
     relus = {name for group in groups if group.gemm == RELU for name in group.kernels}
+    tried = relus - {OTHER_FORM}
     file = tuning_file.file_of(
-        conversion, texts, rows, dropped, gain, graph, off_chains, has_relus, relus
+        conversion, texts, rows, dropped, gain, graph, off_chains, has_relus, tried
     )
     tuned = tuple(search.outcome(place, off) for place in range(len(groups)))
     return Tuning(
@@ -355,7 +358,7 @@ def groups_of(conversion: Conversion, rows: Rows, trained: set[str]) -> list[Gro
 
 
 def _relu_groups(conversion: Conversion, rows: Rows) -> list[Group]:
-    """Relus in products, and gradients behind layers, of the step: one group, if there are any."""
+    """Relus in products, gradients behind layers, and forms: one group, if the step has any."""
     found = {
         name: sizes for name, route in conversion.rectified.items()
         if (sizes := [m for m in rows.get(name, ()) if kernel_at(route, m)])
@@ -364,6 +367,9 @@ def _relu_groups(conversion: Conversion, rows: Rows) -> list[Group]:
     if joined := {name: list(rows[name]) for name in conversion.joined if rows.get(name)}:
         kernels.append(GRADIENT_KERNEL)
         found |= joined
+    if formed := {name: list(rows[name]) for name in conversion.forms if rows.get(name)}:
+        kernels = kernels or [OTHER_FORM]
+        found |= formed
     if not found:
         return []
     shapes = {shape_of(conversion.sites[name].module)[:2] for name in found}

@@ -10,7 +10,7 @@ namespace lokakern {
 // Ops that have plans; `recorded_op` in Python registers NAME_cold for each.
 inline constexpr const char* kOps[] = {"gemm", "routed_gemm", "weight_gradient", "quantize_weight",
                                        "quantize_activated", "activated_gemm", "norm_gradient",
-                                       "routed_chain",
+                                       "bias_gradient", "routed_chain",
                                        "gemm_norm", "gemm_norm_scaled", "norm_quantize",
                                        "norm_quantize_scaled", "scaled_gemm", "quantize",
                                        "quantize_static", "quantize_transpose",
@@ -30,6 +30,7 @@ inline constexpr const char* kSchemas[] = {
     "str route) -> Tensor",
     "norm_gradient(Tensor dd, Tensor y, Tensor? bias, Tensor? norm_weight, Tensor? norm_bias, str "
     "norm, str activation, float eps) -> (Tensor, Tensor)",
+    "bias_gradient(Tensor grad, Tensor bias) -> Tensor",
     "routed_chain(Tensor x, Tensor?[] operands, str plan) -> Tensor",
     "gemm_norm(Tensor a, Tensor? a_scale, str a_granularity, Tensor b, Tensor? b_scale, Tensor? "
     "source, str b_granularity, Tensor? bias, Tensor? norm_weight, Tensor? norm_bias, Tensor? "

@@ -25,12 +25,14 @@ class Chosen(NamedTuple):
         routes: Routes of output, grad_input and grad_weight.
         is_inference: Whether the weight is quantized once.
         chain: The plan of a chain of a `LinearNormAct` alone, or "".
+        form: The form of a `Linear` in compiled code, see `lokakern.nn.compiled_form`.
     """
 
     key: str
     routes: tuple[str, ...]
     is_inference: bool
     chain: str = ""
+    form: str = ""
 
 
 def adopt(layer: nn.Module) -> None:
@@ -117,6 +119,8 @@ def _set_choices(module: Routed, choices: tuple[Chosen, ...]) -> None:
 def _apply_newest(module: Routed) -> None:
     newest = module._choices[-1] if module._choices else Chosen("", PLAIN_ROUTES, False)
     module.take_routes(newest.routes, _parameter(module))
+    if isinstance(module, Linear):
+        module.take_form(newest.form)
     if isinstance(module, LinearNormAct):
         module.take_chain(newest.chain)
     if newest.is_inference:

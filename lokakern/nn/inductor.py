@@ -28,6 +28,7 @@ from torch import Tensor
 
 from lokakern import numerics, sampled_check
 from lokakern.native import NATIVE
+from lokakern.nn import bias_gradient as _bias_gradient  # noqa: F401  # defines its op
 from lokakern.nn import norm_gradient as _norm_gradient  # noqa: F401  # defines its op
 from lokakern.nn import routed_chain as _  # noqa: F401  # defines its op
 from lokakern.nn import routed_matmul
@@ -101,7 +102,14 @@ def fuse_quantizers() -> None:
     for name in ("activated_gemm", "weight_gradient", "routed_chain"):
         op = getattr(ops, name).default
         register_lowering(op, type_promotion_kind=None)(called(name))
-    call_gradient = called("norm_gradient")
+    call_gradient, call_sums = called("norm_gradient"), called("bias_gradient")
+
+    def summed(dy: Any, bias: Any) -> Any:
+        if _is_generated(ir, dy) and not _is_read_in_order(ir, V.graph, dy):
+            return call_sums(dy, bias)
+        return lowerings[torch.ops.aten.sum.dim_IntList](dy, [0])
+
+    register_lowering(ops.bias_gradient.default, type_promotion_kind=None)(summed)
 
     def gradient(
         dd: Any, y: Any, bias: Any, norm_weight: Any, norm_bias: Any, norm: str, activation: str,
@@ -113,7 +121,7 @@ def fuse_quantizers() -> None:
             zero = lowerings[aten.full.default]([], 0, dtype=dd.get_dtype(), device=dd.get_device())
             dy = lowerings[aten.where.self](lowerings[aten.le.Scalar](y, 0), zero, dd)
             dy.realize()  # else the sum computes dd once more, from all that it is made of
-            return dy, lowerings[aten.sum.dim_IntList](dy, [0], True)
+            return dy, lowerings[aten.unsqueeze.default](summed(dy, bias), 0)
         return call_gradient(dd, y, bias, norm_weight, norm_bias, norm, activation, eps)
 
     register_lowering(ops.norm_gradient.default, type_promotion_kind=None)(gradient)
@@ -208,6 +216,11 @@ def norm_gradient(*given: Any) -> tuple[Tensor, Tensor]:
     return cast("tuple[Tensor, Tensor]", _called("lokakern::norm_gradient", op, given))
 
 
+def bias_gradient(*given: Any) -> Tensor:
+    """``torch.ops.lokakern.bias_gradient``."""
+    return _called("lokakern::bias_gradient", torch.ops.lokakern.bias_gradient.default, given)
+
+
 def routed_chain(*given: Any) -> Tensor:
     """``torch.ops.lokakern.routed_chain``."""
     return _called("lokakern::routed_chain", torch.ops.lokakern.routed_chain.default, given)
@@ -242,8 +255,10 @@ def _is_summed_over_rows(node: torch.fx.Node) -> bool:
     made = operand.args[0] if operand.target is operator.getitem else None
     if isinstance(made, torch.fx.Node) and made.target is torch.ops.lokakern.norm_gradient.default:
         return True
-    total = torch.ops.aten.sum.dim_IntList
-    return any(x.target is total and x.args[1] in ([0], [-2]) for x in operand.users)
+    total, sums = torch.ops.aten.sum.dim_IntList, torch.ops.lokakern.bias_gradient.default
+    return any(
+        x.target is sums or (x.target is total and x.args[1] in ([0], [-2])) for x in operand.users
+    )
 
 
 def _reads_once(a: Any, route: str) -> bool:
@@ -255,6 +270,27 @@ def _is_generated(ir: Any, x: Any) -> bool:
     while isinstance(x, ir.TensorBox | ir.StorageBox | ir.BaseView):
         x = x.data
     return isinstance(x, ir.Loops | ir.ComputedBuffer)
+
+
+def _is_read_in_order(ir: Any, graph: Any, x: Any) -> bool:
+    """Whether a kernel of Inductor that computes x reads along the rows of memory.
+
+    It also computes what x is made of, as far as that is no result of a library or a reduction.
+    """
+    while isinstance(x, ir.TensorBox | ir.StorageBox | ir.BaseView | ir.ComputedBuffer):
+        x = x.data
+    for read in x.get_reads():
+        if not getattr(read, "var_names", ()):
+            continue
+        last = read.var_names[-1]
+        step = read.index.subs(last, last + 1) - read.index
+        if step.expand(identity=True) not in (0, 1):  # Inductor marks indices of parts
+            return False
+        made = graph.try_get_buffer(read.name)
+        is_made_too = isinstance(made, ir.ComputedBuffer) and isinstance(made.data, ir.Pointwise)
+        if is_made_too and not _is_read_in_order(ir, graph, made):
+            return False
+    return True
 
 
 def _quantized(

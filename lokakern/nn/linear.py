@@ -17,6 +17,7 @@ from lokakern import sampled_check
 from lokakern.errors import UnsupportedError
 from lokakern.functional.checks import is_traced, warn_once
 from lokakern.native import NATIVE
+from lokakern.nn.compiled_form import form_at, multiply_in_form
 from lokakern.nn.routed_matmul import (
     EAGER,
     OPS,
@@ -159,6 +160,7 @@ class Routed(nn.Module):
     is_mixing = False  # whether it multiplies across tokens, see `mods.MixTokens`
     is_offloaded = False  # whether the unquantized weight is on another device
     padding: tuple[int, int] = (0, 0)  # zeros added to k and n, see `mods.Pad`
+    form = ""  # in compiled code, see `lokakern.nn.compiled_form`
     _fp8_dtype = torch.float8_e4m3fn
     _fp8_widths = (0, 0)  # columns of data and of scales without padding
     _fp8_views: tuple[Tensor, Tensor, Tensor] | None = None
@@ -383,6 +385,8 @@ class Routed(nn.Module):
             setattr(self, name, _at_pitch(data, *shape))  # type: ignore[misc]
         if any(self._routes):
             prepare_to_be_compiled(_way, _activated_way, fuse_quantizers)
+        if self.form:
+            prepare_to_be_compiled(form_at)
         self.changed()
 
     def route_words(self) -> str:
@@ -594,8 +598,9 @@ class Linear(nn.Linear, Routed):
 
     The kernels are chosen once for all ranges of m, here or by `lokakern.convert`. Where nothing is
     quantized the result is bitwise equal to `nn.Linear`, except with weights in inference whose
-    layout `with_aligned_layout` changes, for which cuBLAS may sum in another order. Only bfloat16
-    operands are quantized, also under autocast. Keys of a state_dict are those of `nn.Linear`.
+    layout `with_aligned_layout` changes, for which cuBLAS may sum in another order, and in compiled
+    code with a ``form``. Only bfloat16 operands are quantized, also under autocast. Keys of a
+    state_dict are those of `nn.Linear`.
 
     Args:
         in_features: k.
@@ -609,6 +614,7 @@ class Linear(nn.Linear, Routed):
 
     Attributes:
         padding: Zeros added to k and n, see `lokakern.mods.Pad`.
+        form: How compiled code multiplies, see `lokakern.nn.compiled_form`; "" as nn.Linear.
     """
 
     @property
@@ -642,6 +648,10 @@ class Linear(nn.Linear, Routed):
     def forward(self, input: Tensor, input_scale: str = "") -> Tensor:
         """``input @ weight.t() + bias``, ``[..., n]``; of ``input_scale`` see `Routed.product`."""
         plan = self._plan
+        if self.form and is_compiling():
+            y = multiply_in_form(self, input, input_scale)
+            if y is not None:
+                return y
         if not plan:  # the usual case, with little overhead
             return linear(input, self.weight, self.bias)
         if not is_compiling():
@@ -664,6 +674,12 @@ class Linear(nn.Linear, Routed):
         if not self._plan:
             return linear(input, self.weight, bias)
         return _traced_product(self, self._plan, input, None, bias, input_scale)
+
+    def take_form(self, form: str) -> None:
+        """Set ``form``."""
+        if form:
+            prepare_to_be_compiled(form_at)
+        self.form = form
 
     def _altered(self, input: Tensor, input_scale: str) -> Tensor:
         """`forward` with padding, a held weight, or across tokens."""

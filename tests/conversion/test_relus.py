@@ -15,8 +15,10 @@ from torch import nn
 import lokakern
 from lokakern.conversion import tuning_file
 from lokakern.conversion.convert import Conversion
-from lokakern.conversion.tune import Tuning, tune
+from lokakern.conversion.tune import OTHER_FORM, Tuning, tune
 from lokakern.errors import ChoicesError
+from lokakern.nn.compiled_form import DOT, SUMS
+from lokakern.nn.linear import Linear
 from lokakern.nn.norm_gradient import KERNEL as GRADIENT_KERNEL
 from lokakern.nn.rectified import KERNEL
 from lokakern.nn.routed_matmul import kernel_at
@@ -182,7 +184,7 @@ def test_tuning_decides_about_gradients_behind_layers_with_relus(
     with_gradients(known)
     found, handle, _ = tuned(cost_of(2.0))
     group = next(t.group for t in found.groups if t.group.gemm == "relu")
-    assert group.kernels == (KERNEL, GRADIENT_KERNEL) and group.sites == ("4", "0", "2")
+    assert group.kernels == (KERNEL, GRADIENT_KERNEL) and group.sites == ("4", "0", "2", "6")
     assert handle.joined == dict.fromkeys("024", "none relu")
     found.save(tmp_path / "tuned.json")
     assert GRADIENT_KERNEL in (tmp_path / "tuned.json").read_text()
@@ -190,7 +192,7 @@ def test_tuning_decides_about_gradients_behind_layers_with_relus(
 
 
 def test_gradients_behind_layers_are_joined_in_training_where_their_kernel_was_timed(
-    known: Book,
+    known: Book, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def normed() -> nn.Sequential:
         return nn.Sequential(nn.Linear(32, K), nn.LayerNorm(K), nn.ReLU(), nn.Linear(K, N),
@@ -201,9 +203,38 @@ def test_gradients_behind_layers_are_joined_in_training_where_their_kernel_was_t
     model = normed()
     handle = convert(model, 0.06)
     assert handle.joined == {"0": "layer relu", "3": "none relu"}
+    assert handle.forms == {"0": SUMS, "3": SUMS, "5": DOT}
     for options in ({"inference": True}, {"between": False}):
         assert not convert(normed(), 0.06, **options).joined
+    for options in ({"inference": True}, {"between": False}):
+        assert not convert(normed(), 0.06, **options).forms
+    assert not convert(normed(), kernels="row").forms
+    assert not convert(normed().float(), 0.06).forms
     handle.use_routes({}, has_relus=False)  # as tuning decides
-    assert not handle.joined and not handle.rectified
+    assert not handle.joined and not handle.rectified and not handle.forms
+    assert not any(module.form for module in model if isinstance(module, Linear))
+    handle.use_routes({}, has_relus=True)
+    assert handle.forms == {"0": SUMS, "3": SUMS, "5": DOT}
+    assert model[5].form == DOT
+    handle.table()
+    told = " ".join(capsys.readouterr().out.split())
+    assert "compiled training: sums over products of elements in 5" in told
+    assert "compiled training: gradients of biases are summed apart" in told
     handle.undo()
     assert type(model) is nn.Sequential
+    assert [type(model[place]) for place in (0, 3, 5)] == 3 * [nn.Linear]
+
+
+def test_tuning_decides_about_forms_of_layers(known: Book) -> None:
+    """A layer with one output, without any relu: one group, which has no kernel's name."""
+
+    def head() -> nn.Module:
+        return nn.Sequential(nn.Linear(32, 1)).bfloat16()
+
+    with_gradients(known)
+    found, handle, _ = tuned(lambda on: 100.0 + len(on), head)
+    assert [(t.group.gemm, t.group.kernels, t.group.sites) for t in found.groups] == [
+        ("relu", (OTHER_FORM,), ("0",))
+    ]
+    assert found.after is None and not handle.forms
+    found.table()

@@ -94,6 +94,12 @@ extern "C" void launch(unsigned blocks, unsigned threads, const float* parts, un
     run_grid(blocks, threads, false, [=] { gradient_sums(parts, sums, tiles, columns); });
 }
 """,
+    "column_sums": """
+extern "C" void launch(unsigned blocks, unsigned threads, const unsigned short* x, float* parts,
+                       int rows, int columns, long long stride) {
+    run_grid(blocks, threads, false, [=] { column_sums(x, parts, rows, columns, stride); });
+}
+""",
     "quantize_tensor": """
 extern "C" void launch(unsigned blocks, unsigned threads, const char* x, unsigned char* data,
                        float* scale, unsigned* maxima, int rows, int parts, long long columns,

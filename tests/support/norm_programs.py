@@ -8,6 +8,7 @@ import torch
 
 from lokakern.kernels.cuda import (
     activate_quantize,
+    column_sums,
     gemm_cross,
     gemm_norm,
     gradient_sums,
@@ -122,3 +123,4 @@ def programs() -> Iterator[tuple[str, Program]]:
             backward = norm_backward.bind(norm_backward.Signature(columns, *rest))
             yield f"norm_backward {columns} {words}", backward.launch.program
     yield "norm_backward adds bfloat16", gradient_sums.bind().program
+    yield "norm_backward of a bias", column_sums.bind().program

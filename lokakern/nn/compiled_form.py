@@ -1,0 +1,109 @@
+"""Forms of a layer in compiled training of which a compiler makes faster code than of `nn.Linear`.
+
+`DOT`, of a layer with one output, such as logits: a sum over products of elements. cuBLAS takes
+three launches for such a layer in training, far from the limit of memory: 9.5 us of an H200 for the
+output at 8192 x 128, 9.2 for the gradient of the weight and 4.0 for that of the input, of 2 MB
+each. A compiler computes the output in the kernel that computes the input, and the gradient of the
+input in the kernel that reads it.
+
+`SUMS`: the gradient of the bias by an op of its own, `lokakern.nn.bias_gradient`, where the kernel
+of the compiler that would compute it does not read along the rows of memory.
+
+Both were timed in training only.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, bfloat16, is_grad_enabled
+from torch.compiler import is_exporting
+from torch.nn import Parameter
+
+from lokakern.nn.bias_gradient import AddedBias
+from lokakern.nn.norm_gradient import is_fast, takes
+from lokakern.nn.routed_matmul import is_constant, quantizes_at, traced_route
+
+if TYPE_CHECKING:
+    from lokakern.nn.linear import Linear
+
+DOT, SUMS = "dot", "sums"
+DOT_DEVICES = ("cuda",)  # types for which a compiler's code of it was timed
+
+
+def form_of(layer: Linear) -> str:
+    """The form of a layer, or ""."""
+    if layer.weight.dtype is not bfloat16 or layer.padding != (0, 0) or layer.is_mixing:
+        return ""
+    if layer.out_features == 1 and layer.in_features:
+        return DOT
+    return SUMS if layer.bias is not None and takes(layer.out_features) else ""
+
+
+def form_at(
+    form: str, plan: str, m: int, columns: int, dtype: torch.dtype, weight_dtype: torch.dtype,
+    device: str,
+) -> str:  # fmt: skip
+    """The form where it is used, or ""; a constant for compilers.
+
+    It reads the state of autocast, which Dynamo guards. Not where a gradient is quantized: the
+    quantizer sums what it reads.
+
+    Args:
+        form: `DOT` or `SUMS`.
+        plan: Of the layer, see `Routed.changed`.
+        m: Rows of the input; -1 if they are dynamic.
+        columns: n.
+        dtype: Of the input.
+        weight_dtype: Of the weight.
+        device: Type of the device.
+    """
+    if not (dtype is weight_dtype is bfloat16) or torch.is_autocast_enabled(device):
+        return ""
+    if torch._C._are_functorch_transforms_active() or is_exporting():
+        return ""
+    if form == DOT:
+        return "" if plan or device not in DOT_DEVICES else form
+    from lokakern.nn.inductor import fuse_quantizers  # its import takes 2 s
+
+    fuse_quantizers()
+    flags, _, _, *gradients = plan.split("\0") if plan else ("", "", "")
+    routes = tuple(map(traced_route, gradients))
+    if flags or (any(routes) if m < 0 else quantizes_at(routes, m)):
+        return ""
+    return form if is_fast(columns, device) else ""
+
+
+def multiply_in_form(layer: Linear, x: Tensor, input_scale: str) -> Tensor | None:
+    """The output of a layer in its form, or None where it multiplies as usual.
+
+    Only for compilers.
+
+    Args:
+        layer: A layer with a form.
+        x: The input.
+        input_scale: See `Linear.forward`.
+    """
+    weight, bias, form = layer.weight, layer.bias, layer.form
+    if type(x) is not Tensor or x.is_meta or x.is_nested or x.dim() < 2:
+        return None
+    if type(weight) is not Parameter or not x.shape[-1] or x.shape[-1] != weight.shape[1]:
+        return None
+    if bias is not None and (type(bias) is not Parameter or bias.dtype is not weight.dtype):
+        return None
+    if not is_grad_enabled() or (form == SUMS and not (bias is not None and bias.requires_grad)):
+        return None
+    m = x.numel() // x.shape[-1]  # the size of a shape is no symbol in torch.export
+    m = m if is_constant(m) else -1
+    given = form, layer._plan, m, layer.out_features, x.dtype, weight.dtype, x.device.type
+    if not form_at(*given):
+        return None
+    if form == DOT:
+        wide = (x.float() * weight.float()).sum(-1, keepdim=True)
+        return (wide if bias is None else wide + bias.float()).to(x.dtype)
+    assert bias is not None
+    y = layer.forward_with(x, bias.detach(), input_scale)
+    rows = y if y.dim() == 2 else y.reshape(-1, y.shape[-1])
+    z: Tensor = AddedBias.apply(rows, bias)  # type: ignore[no-untyped-call]
+    return z if y.dim() == 2 else z.view(y.shape)

@@ -1,0 +1,273 @@
+"""Forms of layers in compiled code: values, where they are used, and what a compiler makes."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
+
+from lokakern.nn import bias_gradient, compiled_form
+from lokakern.nn.adoption import Chosen, apply_choice, remove_choice
+from lokakern.nn.compiled_form import DOT, SUMS, form_of
+from lokakern.nn.linear import Linear
+from lokakern.sums import column_sums
+from tests.support.routed_layers import BY_ROW, K, rows
+
+OP = "lokakern::bias_gradient"
+N = 2 * K
+
+
+@pytest.fixture(autouse=True)
+def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU on which both forms are faster."""
+    monkeypatch.setattr(compiled_form, "is_fast", lambda columns, device: columns <= 8192)
+    monkeypatch.setattr(compiled_form, "DOT_DEVICES", ("cpu", "cuda"))
+    torch._dynamo.reset()
+
+
+def in_form(layer: Linear) -> Linear:
+    layer.take_form(form_of(layer))
+    return layer
+
+
+def linear(k: int = K, n: int = N, bias: bool = True) -> Linear:
+    torch.manual_seed(0)
+    return in_form(Linear(k, n, bias).bfloat16())
+
+
+def plain_of(model: nn.Module) -> nn.Module:
+    model = copy.deepcopy(model)
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.take_form("")
+    return model
+
+
+def step(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    y = model(x)
+    y.backward(torch.linspace(-1, 1, y.numel(), device=y.device).view_as(y).to(y.dtype))
+    return y
+
+
+def results(model: Any, x: Tensor) -> list[Tensor]:
+    """The output and all gradients of one training step."""
+    x = x.detach().clone().requires_grad_()
+    y = step(model, x)
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters())]  # type: ignore[list-item]
+
+
+def calls_of(model: Any, x: Tensor) -> int:
+    """How many sums for biases a second step makes by the op."""
+    step(model, x)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
+        step(model, x)
+    return sum(event.name == OP for event in found.events())
+
+
+def compiled(model: nn.Module, **options: Any) -> Any:
+    return torch.compile(model, backend="aot_eager", **options)
+
+
+def test_the_form_of_a_layer() -> None:
+    def form(*sizes: int, **options: Any) -> str:
+        return form_of(Linear(*sizes, **options))
+
+    half = {"dtype": torch.bfloat16}
+    assert form(K, 1, **half) == form(K, 1, bias=False, **half) == DOT
+    assert form(K, N, **half) == SUMS
+    assert not form(K, N, bias=False, **half)
+    assert not form(K, N + 1, **half)  # the kernel reads 16 bytes at a time
+    assert not form(K, 1) and not form(K, N) and not form(0, 1, **half)
+    for name, value in {"padding": (1, 0), "is_mixing": True}.items():
+        layer = Linear(K, 1, **half)
+        setattr(layer, name, value)
+        assert not form_of(layer)
+
+
+@pytest.mark.parametrize("shape", [(48, K), (1, K), (2, 3, K)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_layer_with_one_output_is_as_exact_as_its_product(
+    shape: tuple[int, ...], bias: bool
+) -> None:
+    model = nn.Sequential(nn.Linear(K, K).bfloat16(), nn.ReLU(), linear(K, 1, bias))
+    plain, x = plain_of(model), rows(torch.Size(shape[:-1]).numel()).view(shape)
+    exact = results(copy.deepcopy(plain).double(), x.double())
+    mine = results(compiled(model, fullgraph=True), x)
+    torch._dynamo.reset()
+    theirs = results(compiled(plain, fullgraph=True), x)
+    for one, other, right in zip(mine, theirs, exact, strict=True):
+        assert one.dtype is other.dtype and one.shape == other.shape
+        size = right.norm() + 1e-30
+        error, rounding = ((y.double() - right).norm() / size for y in (one, other))
+        assert error <= 1.2 * rounding + 2e-3
+
+
+def test_no_product_of_a_layer_with_one_output_is_left_to_a_library() -> None:
+    model, x = nn.Sequential(nn.ReLU(), linear(K, 1)), rows(48).requires_grad_()
+    with torch._inductor.config.patch(force_disable_caches=True):
+        _, codes = run_and_get_code(lambda: step(torch.compile(model, fullgraph=True), x))
+        assert len(codes) == 2 and not any("mm(" in code for code in codes)
+        torch._dynamo.reset()
+        _, codes = run_and_get_code(lambda: step(torch.compile(plain_of(model)), x))
+        assert all("mm(" in code for code in codes)
+
+
+def test_sums_of_a_bias_have_the_order_of_kernels() -> None:
+    model = linear()
+    x, plain = rows(300), plain_of(model)
+    mine, theirs = results(compiled(model, fullgraph=True), x), results(plain, x)
+    for place in (0, 1, 2):
+        assert torch.equal(mine[place], theirs[place])
+    gradient = torch.linspace(-1, 1, 300 * N).view(300, N).bfloat16()
+    assert torch.equal(mine[3], column_sums(gradient).bfloat16())
+    assert calls_of(compiled(model), x.requires_grad_()) == 1
+
+
+@pytest.mark.parametrize("shape", [(2, 3, K), (1, K)])
+def test_other_shapes_and_dynamic_rows(shape: tuple[int, ...]) -> None:
+    model = nn.Sequential(linear(), nn.SiLU(), linear(N, 1))
+    plain, run = plain_of(model), compiled(model, fullgraph=True, dynamic=True)
+    for m in (1, 2, 5):
+        x = rows(m * torch.Size(shape[:-1]).numel()).view(-1, *shape[1:])
+        model.zero_grad()
+        plain.zero_grad()
+        for one, other in zip(results(run, x), results(plain, x), strict=True):
+            assert (one.double() - other.double()).norm() <= 0.02 * other.double().norm() + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("change", "count"),
+    [
+        (lambda layer: layer.bias.requires_grad_(False), 0),
+        (lambda layer: layer.weight.requires_grad_(False), 1),
+        (lambda layer: layer.float(), 0),
+        (lambda layer: setattr(layer, "bias", None), 0),
+        (lambda layer: layer.register_forward_hook(lambda *_: None), 1),
+        (lambda layer: layer.bias.register_hook(lambda grad: 2 * grad), 1),
+        (lambda layer: layer.take_routes((BY_ROW, "", ""), layer.weight), 1),
+        (lambda layer: layer.take_routes(("", BY_ROW, ""), layer.weight), 0),
+        (lambda layer: layer.take_routes(("", "", BY_ROW), layer.weight), 0),
+    ],
+)
+def test_where_a_bias_is_summed_apart(change: Callable[[Linear], object], count: int) -> None:
+    layer = linear()
+    change(layer)
+    x = rows(48).to(layer.weight.dtype).requires_grad_()
+    assert calls_of(compiled(layer), x) == count
+
+
+def test_forms_are_not_for_eager_mode_autocast_functions_and_export() -> None:
+    x = rows(48).requires_grad_()
+    for layer in (linear(), linear(K, 1)):
+        plain = plain_of(layer)
+        assert torch.equal(layer(x), plain(x)) and calls_of(layer, x) == 0
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.equal(compiled(layer)(x), compiled(plain)(x))
+        with torch.no_grad():
+            assert torch.equal(compiled(layer)(x), compiled(plain)(x))
+        exported = torch.export.export(layer, (x,)).module()
+        assert torch.equal(exported(x), plain(x))
+        torch._dynamo.reset()
+        mapped = torch.compile(torch.func.vmap(layer), backend="aot_eager")(x.view(2, 24, K))
+        assert torch.equal(mapped, torch.func.vmap(plain)(x.view(2, 24, K)))
+
+
+def test_a_form_belongs_to_a_choice() -> None:
+    layer = nn.Linear(K, 1).bfloat16()
+    layer.__class__ = Linear
+    layer._is_adopted = True  # type: ignore[assignment]
+    assert isinstance(layer, Linear)
+    apply_choice(layer, Chosen("first", ("", "", ""), False, "", DOT))
+    apply_choice(layer, Chosen("second", ("", "", ""), False))
+    assert not layer.form
+    remove_choice(layer, "second")
+    assert layer.form == DOT
+    kept = pickle.loads(pickle.dumps(layer))
+    assert kept.form == DOT and calls_of(compiled(kept), rows(3).requires_grad_()) == 0
+    remove_choice(layer, "first")
+    assert type(layer) is nn.Linear and "form" not in vars(layer)
+
+
+class Heads(nn.Module):
+    """A layer whose gradient is put together of what attention transposes."""
+
+    def __init__(self, layer: nn.Module, *, transposes: bool) -> None:
+        super().__init__()
+        self.layer, self.transposes = layer, transposes
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.layer(x).view(2, -1, N).sin().chunk(2, dim=-1)
+        if self.transposes:
+            parts = tuple(y.view(2, -1, 4, N // 8).transpose(1, 2) for y in parts)
+            return (parts[0] @ parts[1].mT @ parts[1]).flatten(1)
+        return (parts[0] * parts[1]).flatten(1)
+
+
+@pytest.mark.parametrize("transposes", [False, True])
+def test_a_compiler_sums_where_it_reads_along_rows(transposes: bool) -> None:
+    layer, x = linear(), rows(48)
+    layers = layer, plain_of(layer)
+    # On a GPU a concatenation is computed where it is read.
+    settings = torch._inductor.config.patch(force_disable_caches=True, force_pointwise_cat=True)
+    found = []
+    with settings:
+        for each in layers:
+            torch._dynamo.reset()
+            run = torch.compile(Heads(each, transposes=transposes), fullgraph=True)
+            made, codes = run_and_get_code(lambda run=run: results(run, x))
+            found.append((made, any("lokakern_bias_gradient(" in code for code in codes)))
+    assert [is_apart for _, is_apart in found] == [transposes, False]
+    for one, other in zip(found[0][0], found[1][0], strict=True):
+        assert (one.double() - other.double()).norm() <= 0.01 * other.double().norm()
+
+
+@pytest.mark.parametrize("m", [0, 1, 130])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_op(m: int, dtype: torch.dtype) -> None:
+    gradient, bias = rows(m, 2 * K)[:, :K], torch.zeros(K, dtype=dtype)
+    sums = torch.ops.lokakern.bias_gradient(gradient, bias)
+    assert sums.dtype is dtype and torch.equal(sums, column_sums(gradient).to(dtype))
+    if m:  # opcheck cannot copy empty views
+        checks = ("test_schema", "test_faketensor")
+        op = torch.ops.lokakern.bias_gradient
+        torch.library.opcheck(op, (gradient, bias), test_utils=checks)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 130, 2048, 8200])
+@pytest.mark.parametrize("n", [8, 264, 2048])
+def test_sums_on_a_gpu_have_the_bits_of_the_emulation(m: int, n: int) -> None:
+    whole = rows(m, 2 * n)[:, :n]
+    for gradient in (whole, whole.contiguous(), whole.contiguous().t().contiguous().t()):
+        for dtype in (torch.bfloat16, torch.float32):
+            expected = column_sums(whole).to(dtype)
+            for _ in range(3):  # in Python, recorded, replayed
+                bias = torch.zeros(n, dtype=dtype, device="cuda")
+                sums = bias_gradient.OPS.bias_gradient(gradient.cuda(), bias)
+                assert torch.equal(sums.cpu(), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transposes", [False, True])
+def test_compiled_training_steps_on_a_gpu(
+    transposes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lokakern.nn.norm_gradient import is_fast
+
+    monkeypatch.setattr(compiled_form, "is_fast", is_fast)
+    layers = nn.Sequential(nn.Linear(K, K).bfloat16(), nn.ReLU(), linear())
+    model = nn.Sequential(Heads(layers, transposes=transposes), linear(24 * N // 2, 1)).cuda()
+    plain, x = plain_of(model), rows(48).cuda()
+    exact = results(copy.deepcopy(plain).double(), x.double())
+    mine = results(torch.compile(model, fullgraph=True), x)
+    torch._dynamo.reset()
+    theirs = results(torch.compile(plain, fullgraph=True), x)
+    for one, other, right in zip(mine, theirs, exact, strict=True):
+        error, rounding = (float((y.double() - right).norm()) for y in (one, other))
+        assert error <= 1.5 * rounding + 2e-3 * float(right.norm())
