@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 ALL = "zoo"
-OF_ZOO = ("batches", "modes", "time_limit")
+OF_ZOO = ("batches", "modes", "time_limit", "jobs")
 NOT_OF_ZOO = ("size", "steps", "batch", "seeds", "arm", "most_rows", "whole", "suite")
 
 
@@ -89,6 +89,13 @@ def model(
         float | None,
         typer.Option(min=0, help="With zoo: seconds after which no new cell begins (exit code 3)."),
     ] = None,
+    jobs: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="With zoo, on a GPU: processes that compile all cells before the first is timed.",
+        ),
+    ] = 1,
     suite: Annotated[
         Path | None,
         typer.Option(
@@ -128,7 +135,7 @@ def model(
         with reading(db):
             print_zoo(
                 models, numbers(batches), words(modes), device, budget, training=training, out=out,
-                time_limit_s=time_limit, how=how, quiet=quiet,
+                time_limit_s=time_limit, jobs=jobs, database=db, how=how, quiet=quiet,
             )  # fmt: skip
         return
     config = config_named(name, size, most_rows)

@@ -48,6 +48,8 @@ def print_zoo(
     training: bool | None,
     out: Path | None,
     time_limit_s: float | None,
+    jobs: int,
+    database: str | None,
     how: OutputFormat,
     quiet: bool,
 ) -> None:
@@ -74,7 +76,8 @@ def print_zoo(
     try:
         for row in run(
             cells, modes, device, budget, path=None if out is None else out / FILE,
-            time_limit_s=time_limit_s, say=(lambda _text: None) if quiet else say,
+            time_limit_s=time_limit_s, jobs=jobs,
+            database=database, say=(lambda _text: None) if quiet else say,
         ):  # fmt: skip
             rows.append(row)
     except DeviceLostError as error:

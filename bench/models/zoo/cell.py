@@ -122,6 +122,11 @@ def measure(
         )  # fmt: skip
 
 
+def compile_cell(cell: Cell, modes: Sequence[str], device: torch.device, budget: float) -> None:
+    """Compile and run what `measure` times, so that Inductor keeps it on disk."""
+    _Pair(cell, device, budget, modes).compile()
+
+
 def free_memory() -> None:
     """Drop compiled code and cached memory of the last cell."""
     torch._dynamo.reset()
@@ -208,6 +213,11 @@ class _Pair:
             regime: torch.compile(model, dynamic=False, backend=backend)
             for regime, model in self.models.items()
         }
+
+    def compile(self) -> None:
+        """Compile both models and run them once."""
+        for regime in self.models:
+            self._stepper(regime, MODES[1], 1)
 
     def race(self, mode: str) -> Pace:
         """Time both models in a mode against each other."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 import lokakern
+from lokakern.bench.models.zoo.ahead import compile_ahead
 from lokakern.bench.models.zoo.catalog import ZOO
 from lokakern.bench.models.zoo.cell import MODES, Cell, Row, free_memory, measure
 from lokakern.device import current_device
@@ -56,6 +57,8 @@ def run(
     *,
     path: Path | None = None,
     time_limit_s: float | None = None,
+    jobs: int = 1,
+    database: str | None = None,
     say: Callable[[str], None] = lambda _text: None,
 ) -> Iterator[Row]:
     """Measure cells; rows that a file has from the same state are not measured again.
@@ -67,6 +70,9 @@ def run(
         budget: Largest accepted row error of a quantized product.
         path: File of JSON lines, one for each row; None keeps nothing.
         time_limit_s: Seconds after which no new cell begins.
+        jobs: Processes that compile cells before the first one is timed; 1: each is compiled when
+            its turn comes. On a GPU only.
+        database: As of `lokakern.bench.models.zoo.ahead.compile_ahead`.
         say: Called with progress messages.
 
     Raises:
@@ -76,6 +82,14 @@ def run(
     end = None if time_limit_s is None else time.monotonic() + time_limit_s
     state = state_digest(device, budget)
     known = {} if path is None else _rows_in(path, state)
+    if jobs > 1 and device.type == "cuda":
+        left = [(cell, [mode for mode in modes if mode != MODES[2]
+                        and (cell.model, cell.batch, cell.step, mode) not in known])
+                for cell in cells]  # fmt: skip
+        compile_ahead(
+            [(cell, some) for cell, some in left if some], device.type, budget, jobs,
+            database=database, say=say,
+        )  # fmt: skip
     for place, cell in enumerate(cells):
         asked = {mode: known.get((cell.model, cell.batch, cell.step, mode)) for mode in modes}
         yield from filter(None, asked.values())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,15 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor import config as inductor_config
 from typer.testing import CliRunner
 
 from lokakern.bench.cli.main import app
 from lokakern.bench.models import throughput
 from lokakern.bench.models.blocks import perceptron
+from lokakern.bench.models.zoo import ahead, table
 from lokakern.bench.models.zoo import cell as cells
+from lokakern.bench.models.zoo.ahead import compile_one
 from lokakern.bench.models.zoo.architecture import Architecture, Feature
 from lokakern.bench.models.zoo.catalog import ZOO
 from lokakern.bench.models.zoo.cell import MODES, Cell, Row, measure
@@ -27,6 +32,7 @@ from lokakern.bench.models.zoo.table import FILE, cells_of, run, state_digest, t
 from lokakern.conversion.convert import convert
 from lokakern.errors import DeviceLostError, SuiteError, UnknownNameError
 from lokakern.selection import dispatcher
+from lokakern.types import COMPILED, COMPILED_GRAPH
 from lokakern.workloads import zoo_layers
 from tests.support.conversions import H200, K, N, measured
 from tests.support.measurements import Book
@@ -305,6 +311,62 @@ def test_no_cell_begins_after_the_time_limit(
     first = list(run(both[1:], ("graph",), CPU, 0.06, path=path))
     left = list(run(both, ("graph",), CPU, 0.06, path=path, time_limit_s=0))
     assert left == first and len(asked) == 1
+
+
+class Together(concurrent.futures.ThreadPoolExecutor):
+    """Threads in place of processes."""
+
+
+@pytest.mark.usefixtures("tiny")
+def test_cells_are_compiled_before_they_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    stepper = cells._Pair._stepper
+
+    def counted(pair: Any, regime: str, mode: str, repeats: int) -> Any:
+        kept = inductor_config.autotune_local_cache, inductor_config.compile_threads
+        assert (mode, repeats, kept) == ("compiled", 1, (False, 3))
+        ran.append(f"{pair.cell.model} {regime}")
+        return stepper(pair, regime, mode, repeats)
+
+    monkeypatch.setattr(cells._Pair, "_stepper", counted)
+    for modes, regimes in ((("graph",), [COMPILED_GRAPH]), (("compiled", "eager"), [COMPILED])):
+        ran.clear()
+        compile_one(Cell("deep", 16, True), modes, "cpu", 0.06, 3, None)
+        assert ran == [f"deep {regime}" for regime in ("", *regimes)]
+    assert inductor_config.autotune_local_cache
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_cell_that_fails_to_compile_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.delenv("LOKAKERN_DB", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 7)
+    asked = [(Cell(name, 16, True), ("graph",)) for name in ("unknown", "deep")]
+
+    def compiled(cell: Cell, *given: Any) -> None:
+        assert given == (("graph",), "cuda", 0.06, 3, "mine.sqlite")
+        cells.ZOO[cell.model]
+
+    monkeypatch.setattr(ahead, "compile_one", compiled)
+    ahead.compile_ahead(
+        asked, "cuda", 0.06, 2, database="mine.sqlite", say=told.append, made=Together
+    )
+    assert len(told) == 2 and sum("KeyError" in text for text in told) == 1
+    assert told[-1].startswith("compiled 2/2: ")
+
+
+def test_only_what_is_missing_is_compiled_ahead(
+    tmp_path: Path, asked: list[tuple[str, tuple[str, ...]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[Any] = []
+    monkeypatch.setattr(table, "compile_ahead", lambda cells, *_a, **_o: found.append(cells))
+    both, path, gpu = cells_of(("hstu",), (512, 8192), False), tmp_path / FILE, torch.device("cuda")
+    list(run(both, ("graph", "eager"), CPU, 0.06, path=path, jobs=2))
+    assert not found  # on a CPU there is nothing to compile
+    monkeypatch.setattr(table, "state_digest", lambda device, budget: "as before")
+    list(run(both[:1], ("graph",), gpu, 0.06, path=tmp_path / "gpu"))
+    list(run(both, ("graph", "compiled", "eager"), gpu, 0.06, path=tmp_path / "gpu", jobs=2))
+    assert found == [[(both[0], ["compiled"]), (both[1], ["graph", "compiled"])]]
 
 
 # --- the command
