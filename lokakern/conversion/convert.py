@@ -33,6 +33,7 @@ from lokakern.conversion.chain_spans import (
 )
 from lokakern.conversion.cross_sites import CrossSpan, calls_layers, planned_crosses
 from lokakern.conversion.forced import FORCED, Forced, Kernels, forced_by, forced_routes
+from lokakern.conversion.loss_limit import LossLimit, limit_loss
 from lokakern.conversion.raw_sites import raw_sites
 from lokakern.conversion.routes import (
     FORMS,
@@ -313,6 +314,9 @@ class Conversion:
         self.spans: list[Span] = []  # layers that may be chains
         self.off_chains: frozenset[ChainSites] = frozenset()  # by tuning
         self.has_relus = True  # relus in products, gradients behind layers; tuning decides
+        # Products with the reason, and chains, that `limit_loss` gave up; tuning does not try them.
+        self.over_limit: dict[tuple[str, str], str] = {}
+        self.over_limit_chains: frozenset[ChainSites] = frozenset()
         self.why_no_chains = ""
         self._step_host: StepHost | None = None  # of training, where it is known
         self._untimed: set[tuple[int, int, str]] = set()  # n and k of the reading layer, activation
@@ -325,7 +329,7 @@ class Conversion:
     ) -> list[str]:
         """Choose again, such as after a sweep, or by another report, budget or kernels.
 
-        A tuning is forgotten.
+        A tuning and a limit of the loss are forgotten.
 
         Compiled graphs of changed layers are compiled again. In inference weights are quantized
         again.
@@ -359,6 +363,7 @@ class Conversion:
         chosen = {name: tuple(r.with_eager() for r in routes) for name, routes in chosen.items()}
         self._wanted, self._step_host = wanted, host
         self.untuned = chosen
+        self.over_limit, self.over_limit_chains = {}, frozenset()
         before = chain_texts(self.spans)
         self.spans = []
         changed = self.use_routes(chosen, off_chains=(), has_relus=True)
@@ -620,6 +625,42 @@ class Conversion:
         return tune(
             self, step, graph=graph, optimizer=optimizer, rounds=rounds, time_limit=time_limit
         )
+
+    def limit_loss(
+        self,
+        loss: Callable[[Any], Tensor],
+        batches: Sequence[Any],
+        *,
+        relative: float = 2e-4,
+    ) -> LossLimit:
+        """Give up products in FP8 until a loss of the model rises no more than this.
+
+        An error limit holds for one product; this is about what all of them do together. Each layer
+        and chain runs alone in FP8 on one half of the batches. Those whose losses together stay
+        within the limit are kept, with the largest gain in time by the database, and then measured
+        together: the upper end of the 95 % interval of the mean change, against `nn.Linear` on the
+        same batches, has to be within the limit on this half and on the other one. If it is not,
+        fewer are kept. In predictions only: what errors of gradients do, shows only in training.
+
+        ``tune`` afterwards tries what is left. Limiting again starts from what `convert` or
+        `refresh` chose.
+
+        Args:
+            loss: From a batch to its mean loss, by the model, which runs without torch.compile.
+            batches: At least 4. What the second half tells is not used to choose.
+            relative: Largest accepted rise of the loss, over its size.
+
+        Returns:
+            The outcome: a table, and `save` for ``convert(..., tuned=)``.
+
+        Raises:
+            MeasurementError: There are fewer than 4 batches, ``relative`` is not above 0, or the
+                loss without FP8 is not finite.
+            UnknownNameError: The conversion was undone.
+            UnsupportedError: The conversion is for training, or torch.distributed has several
+                ranks, which would decide differently.
+        """
+        return limit_loss(self, loss, batches, relative)
 
     @property
     def is_inference(self) -> bool:

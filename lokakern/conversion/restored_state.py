@@ -32,7 +32,7 @@ def restored_state(
             tensors.
         is_trained: Whether steps may change parameters and gradients.
     """
-    tensors = [*_buffers(model)]
+    tensors = [*own_buffers(model)]
     gradients: dict[nn.Parameter, Tensor | None] = {}
     if is_trained:
         parameters = [p for p in model.parameters() if p.requires_grad]
@@ -56,7 +56,7 @@ def restored_state(
             optimizer.load_state_dict(state)
 
 
-def _buffers(model: nn.Module) -> Iterator[Tensor]:
+def own_buffers(model: nn.Module) -> Iterator[Tensor]:
     """Buffers but those that `convert` derives from weights, and those that no step can change."""
     seen = set()
     for module in model.modules():

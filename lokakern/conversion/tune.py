@@ -18,17 +18,14 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
 
 from lokakern import native, progress
 from lokakern.conversion import tuning_file
-from lokakern.conversion.chain_spans import ChainSites, Span, words_of
-from lokakern.conversion.chains import PlannedChain
 from lokakern.conversion.paired_timing import (
     FEWEST_ROUNDS,
     Ratio,
@@ -37,17 +34,23 @@ from lokakern.conversion.paired_timing import (
     Variant,
     compare,
 )
-from lokakern.conversion.restored_state import DERIVED, restored_state
-from lokakern.conversion.routes import GEMMS, Route
-from lokakern.errors import MeasurementError, UnsupportedError
-from lokakern.nn.chain_plan import steps_at
-from lokakern.nn.linear import CHAIN_DATA, CHAIN_SCALE
+from lokakern.conversion.restored_state import restored_state
+from lokakern.conversion.routes import GEMMS
+from lokakern.conversion.variants import (
+    OTHER_FORM,
+    RELU,
+    Group,
+    Off,
+    Switch,
+    applies_relus,
+    as_plain,
+    groups_of,
+    observed_rows,
+    refuse_ranks,
+    start_again,
+)
+from lokakern.errors import MeasurementError
 from lokakern.nn.module_scan import shape_of
-from lokakern.nn.norm_gradient import KERNEL as GRADIENT_KERNEL
-from lokakern.nn.raw_product import RawProduct
-from lokakern.nn.rectified import KERNEL as RELU_KERNEL
-from lokakern.nn.routed_matmul import PLAIN, kernel_at
-from lokakern.selection.choice import Choice
 
 if TYPE_CHECKING:
     from lokakern.conversion.convert import Conversion
@@ -55,40 +58,9 @@ if TYPE_CHECKING:
 TIME_LIMIT_S = {True: 150.0, False: 300.0}  # of inference and of training
 # Dynamo gives up on a function after 8 variants, and runs it without compiling.
 MOST_VARIANTS = 256
-LAYOUT = "bf16, with another layout of the weight"
-RELU = "relu"
-OTHER_FORM = "bf16, in another form in compiled code"
 MakeTimer = Callable[
     [Callable[[], object], Callable[[Variant], None], torch.device, bool], Timer
 ]  # step, switch, device, graph
-Off = frozenset[int]  # places of groups
-Rows = Mapping[str, list[int]]  # rows of the inputs of each site
-
-
-@dataclass(frozen=True)
-class Group:
-    """Products that are alike.
-
-    Attributes:
-        gemm: "output", "grad_input" or "grad_weight"; "chain" for equal chains; "relu" for all
-            products that apply the relu behind them.
-        n: Outputs of the layers, or of the last layer of a chain; None if they differ.
-        k: Inputs of the layers, or of the first layer of a chain; None if they differ.
-        kernels: Names of the kernels in the step.
-        rows: Rows of the inputs in the step.
-        sites: Names of the layers.
-        predicted_us: Gain of all of them in a step by the database, in microseconds, if known.
-        chains: Names of the layers of each chain.
-    """
-
-    gemm: str
-    n: int | None
-    k: int | None
-    kernels: tuple[str, ...]
-    rows: tuple[int, ...]
-    sites: tuple[str, ...]
-    predicted_us: float | None
-    chains: tuple[ChainSites, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -201,14 +173,7 @@ def tune(
     model = conversion.model
     if rounds < FEWEST_ROUNDS:
         raise MeasurementError(f"tune: rounds is {rounds}; expected at least {FEWEST_ROUNDS}")
-    distributed: Any = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        count = distributed.get_world_size()
-        if count > 1:
-            raise UnsupportedError(
-                f"tune: there are {count} ranks, which would time and decide differently: tune in "
-                "one process, save the outcome, and convert with tuned= in all of them"
-            )
+    refuse_ranks("tune")
     limit = TIME_LIMIT_S[conversion.is_inference] if time_limit is None else time_limit
     before = {name: site.routes for name, site in conversion.sites.items()}, conversion.plain
     others_before = conversion.off_chains, conversion.has_relus
@@ -222,11 +187,11 @@ def tune(
             restored_state(model, optimizer, is_trained=not conversion.is_inference)
         )
         try:
-            _forget_tuning(conversion)
+            start_again(conversion)
             rows, trained = observed_rows(conversion, step)
             native.wait()  # warm calls become faster when it is there
             groups = groups_of(conversion, rows, trained)
-            switch = _Switch(conversion, groups)
+            switch = Switch(conversion, groups)
             timer = make_timer(step, switch, weight.device, graph)
             search = _Search(groups, timer, rounds, limit)
             with _many_variants():
@@ -244,8 +209,10 @@ def tune(
     progress.tell("tuning", 1.0)
     products = [groups[place] for place in off if groups[place].gemm in GEMMS]
     dropped = {(name, group.gemm) for group in products for name in group.sites}
+    dropped |= conversion.over_limit.keys()
     off_chains = {sites for place in off for sites in groups[place].chains}
-    has_relus = _has_relus(groups, off)
+    off_chains |= conversion.over_limit_chains
+    has_relus = applies_relus(groups, off)
     after = search.after
     gain = (1.0, 1.0, 1.0) if after is None else (after.value, after.low, after.high)
     texts = {name: tuple(r.text for r in routes) for name, routes in conversion.untuned.items()}
@@ -261,16 +228,6 @@ def tune(
     )  # fmt: skip
 
 
-def _forget_tuning(conversion: Conversion) -> None:
-    """Restore the routes of an earlier `refresh` where a tuning changed them."""
-    changed = {
-        name: routes
-        for name, routes in conversion.untuned.items()
-        if routes != conversion.sites[name].routes or name in conversion.plain
-    }
-    conversion.use_routes(changed, keep_classes=True, off_chains=(), has_relus=True)
-
-
 def apply_tuning(conversion: Conversion, file: tuning_file.TuningFile) -> None:
     """Drop products and chains that a file does not keep; it was checked for this conversion."""
     by_gemm: dict[str, set[str]] = defaultdict(set)
@@ -278,7 +235,7 @@ def apply_tuning(conversion: Conversion, file: tuning_file.TuningFile) -> None:
         by_gemm[gemm].add(name)
     routes = {
         name: tuple(
-            _dropped(r, "it did not gain when the model was tuned")
+            as_plain(r, "it did not gain when the model was tuned")
             if name in by_gemm[r.gemm]
             else r
             for r in site.routes
@@ -289,207 +246,6 @@ def apply_tuning(conversion: Conversion, file: tuning_file.TuningFile) -> None:
     conversion.use_routes(
         changed, plain=by_gemm["output"], off_chains=file.dropped_chains, has_relus=file.has_relus
     )
-
-
-# ---- what is tuned
-
-
-def observed_rows(
-    conversion: Conversion, step: Callable[[], object]
-) -> tuple[dict[str, list[int]], set[str]]:
-    """Rows of the inputs of each site in a step, and the sites that are called with gradients.
-
-    The step runs once, without torch.compile, whose graphs run no hooks.
-    """
-    rows: dict[str, set[int]] = defaultdict(set)
-    trained: set[str] = set()
-
-    def see(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-            x = inputs[0] if inputs else named["input"]
-            if isinstance(x, Tensor) and x.numel():
-                # Inputs of a raw product may be [..., k, 1].
-                columns = module.in_features if isinstance(module, RawProduct) else x.shape[-1]
-                rows[name].add(x.numel() // columns)
-                if torch.is_grad_enabled():
-                    trained.add(name)
-
-        return hook
-
-    handles = [
-        site.module.register_forward_pre_hook(see(name), with_kwargs=True)
-        for name, site in conversion.sites.items()
-    ]
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            step()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return {name: sorted(found) for name, found in rows.items()}, trained
-
-
-def groups_of(conversion: Conversion, rows: Rows, trained: set[str]) -> list[Group]:
-    """Groups of chains, and of the products that differ from `nn.Linear`'s in the step.
-
-    Chains come first, then the largest gain, and relus last.
-    """
-    found: dict[tuple[Any, ...], list[str]] = defaultdict(list)
-    predicted: dict[tuple[Any, ...], float | None] = {}
-    for name, site in conversion.sites.items():
-        n, k, has_bias, _ = shape_of(site.module)
-        for place, route in enumerate(site.routes):
-            if place and name not in trained:
-                continue
-            sizes = tuple(rows.get(name, ()))
-            kernels = tuple(dict.fromkeys(filter(None, (kernel_at(route.text, m) for m in sizes))))
-            is_held = place == 0 and bool(sizes) and site.module.is_held
-            if not kernels and not is_held:
-                continue
-            key = (route.gemm, n, k, kernels or (LAYOUT,), sizes, has_bias, route.text)
-            found[key].append(name)
-            predicted[key] = _predicted_us(route, sizes) if kernels else None
-    groups = []
-    for key, names in found.items():
-        us = predicted[key]
-        groups.append(Group(*key[:5], tuple(names), None if us is None else us * len(names)))
-    groups.sort(key=lambda group: -(group.predicted_us or 0.0))
-    return [*_chain_groups(conversion.spans, rows), *groups, *_relu_groups(conversion, rows)]
-
-
-def _relu_groups(conversion: Conversion, rows: Rows) -> list[Group]:
-    """Relus in products, gradients behind layers, and forms: one group, if the step has any."""
-    found = {
-        name: sizes for name, route in conversion.rectified.items()
-        if (sizes := [m for m in rows.get(name, ()) if kernel_at(route, m)])
-    }  # fmt: skip
-    kernels = [RELU_KERNEL] if found else []
-    if joined := {name: list(rows[name]) for name in conversion.joined if rows.get(name)}:
-        kernels.append(GRADIENT_KERNEL)
-        found |= joined
-    if formed := {name: list(rows[name]) for name in conversion.forms if rows.get(name)}:
-        kernels = kernels or [OTHER_FORM]
-        found |= formed
-    if not found:
-        return []
-    shapes = {shape_of(conversion.sites[name].module)[:2] for name in found}
-    n, k = shapes.pop() if len(shapes) == 1 else (None, None)
-    every = tuple(sorted({m for sizes in found.values() for m in sizes}))
-    return [Group(RELU, n, k, tuple(kernels), every, tuple(found), None)]
-
-
-def _chain_groups(spans: Iterable[Span], rows: Rows) -> list[Group]:
-    """Groups of equal chains that are used in the step, largest gain first."""
-    found: dict[tuple[str, tuple[int, ...]], tuple[PlannedChain, list[ChainSites]]] = {}
-    for span in spans:
-        for chain in span.plan.chains:
-            sites = span.sites_of(chain)
-            sizes = tuple(m for m in rows.get(sites[0], ()) if steps_at(chain.text, m))
-            if sizes:
-                found.setdefault((chain.text, sizes), (chain, []))[1].append(sites)
-    groups = []
-    for (text, sizes), (chain, every) in found.items():
-        kernels = dict.fromkeys(step.kernel for m in sizes for step in steps_at(text, m))
-        us = _predicted_of_chain(chain, sizes)
-        groups.append(
-            Group(
-                "chain", chain.layers[-1].n, chain.layers[0].k, tuple(kernels), sizes,
-                tuple(map(words_of, every)), None if us is None else us * len(every),
-                tuple(every),
-            )
-        )  # fmt: skip
-    return sorted(groups, key=lambda group: -(group.predicted_us or 0.0))
-
-
-def _predicted_of_chain(chain: PlannedChain, sizes: Sequence[int]) -> float | None:
-    """What a chain gains over all m by times in the database; None if one was not measured."""
-    gains = {t.m: t.rival_us - t.us for t in chain.times}
-    return sum(gains[m] for m in sizes) if gains.keys() >= set(sizes) else None
-
-
-def _predicted_us(route: Route, sizes: Iterable[int]) -> float | None:
-    """What a product gains over all m by times in the database; None if one is unknown."""
-    total = 0.0
-    for m in sizes:
-        choices: Sequence[Choice] = route.choices
-        if route.gemm == "grad_weight":  # which sums over m, so that each m has its own table
-            choices = [choice for choice in choices if choice.problem.k == m]
-        if not choices:
-            return None
-        table = choices[0].table
-        at = choices[0].m if route.gemm == "grad_weight" else m
-        names = (table.baseline, kernel_at(route.text, m) or table.baseline)
-        times = [
-            next((c.time_at(at) for c in table.candidates if c.name == name), None)
-            for name in names
-        ]
-        if times[0] is None or times[1] is None:
-            return None
-        total += times[0][0].latency_us - times[1][0].latency_us
-    return total
-
-
-# ---- how variants are applied
-
-
-class _Switch:
-    """Applies variants to a model; FP8 weights stay where they are, which CUDA graphs read."""
-
-    def __init__(self, conversion: Conversion, groups: Sequence[Group]) -> None:
-        self._conversion, self._groups = conversion, groups
-        self._derived: dict[tuple[Any, ...], dict[str, Tensor | None]] = {}
-        self._of_chains: dict[tuple[str, str], Tensor | None] = {}
-        self._keep(conversion.sites)
-
-    def __call__(self, off: Variant, reasons: Mapping[int, str] | None = None) -> None:
-        assert isinstance(off, frozenset)
-        dropped: dict[tuple[str, str], str] = {}
-        off_chains: set[ChainSites] = set()
-        has_relus = _has_relus(self._groups, off)
-        for place in off:
-            group = self._groups[place]
-            off_chains.update(group.chains)
-            why = "" if reasons is None else reasons[place]
-            if group.gemm in GEMMS:
-                dropped |= dict.fromkeys(((name, group.gemm) for name in group.sites), why)
-        plain = {name for name, gemm in dropped if gemm == "output"}
-        routes = {}
-        for name, original in self._conversion.untuned.items():
-            new = tuple(
-                _dropped(r, dropped[name, r.gemm]) if (name, r.gemm) in dropped else r
-                for r in original
-            )
-            is_same = new == self._conversion.sites[name].routes
-            if not is_same or (name in plain) != (name in self._conversion.plain):
-                routes[name] = new
-        is_same = off_chains == self._conversion.off_chains
-        if routes or not is_same or has_relus != self._conversion.has_relus:
-            self._conversion.use_routes(
-                routes, plain, keep_classes=True, off_chains=off_chains, has_relus=has_relus
-            )
-            self._keep(self._conversion.sites)
-
-    def _keep(self, changed: Iterable[str]) -> None:
-        """Give changed sites the derived weights that they had before with the same routes."""
-        for name in changed:
-            module = self._conversion.sites[name].module
-            key = (name, module._routes[0], name in self._conversion.plain)
-            buffers = {b: module._buffers[b] for b in DERIVED if b in module._buffers}
-            module._buffers.update(self._derived.setdefault(key, buffers))
-            for b in module._buffers:  # weights of chains are the same with all routes
-                if b.startswith((CHAIN_DATA, CHAIN_SCALE)):
-                    first = self._of_chains.setdefault((name, b), module._buffers[b])
-                    module._buffers[b] = first
-
-
-def _has_relus(groups: Sequence[Group], off: Off) -> bool:
-    """Whether products apply relus: not with everything off, which is nn.Linear to the bit."""
-    is_everything = bool(groups) and len(off) == len(groups)
-    return not is_everything and all(groups[place].gemm != RELU for place in off)
-
-
-def _dropped(route: Route, why: str) -> Route:
-    return replace(route, text=PLAIN, why=why)
 
 
 @contextlib.contextmanager

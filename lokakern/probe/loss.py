@@ -77,20 +77,26 @@ def loss_changes(
     """
     changes: dict[str, list[float]] = {name: [] for name in sites}
     for batch in batches:
-        before = _run(loss, batch, buffers)
+        before = loss_of(loss, batch, buffers)
         for name, module in sites.items():
             hook = functools.partial(_in_fp8, granularity)
             handle = module.register_forward_hook(hook, with_kwargs=True)
             try:
-                after = _run(loss, batch, buffers)
+                after = loss_of(loss, batch, buffers)
             finally:
                 handle.remove()
-            change, size = after - before, abs(before)
-            changes[name].append(change / size if size else math.inf if change else 0.0)
+            changes[name].append(relative_change(before, after))
     return {name: interval_of(found) for name, found in changes.items()}
 
 
-def _run(loss: Callable[[Any], Tensor], batch: Any, buffers: Sequence[Tensor]) -> float:
+def relative_change(before: float, after: float) -> float:
+    """``(after - before) / |before|``; infinite for a change of 0."""
+    change, size = after - before, abs(before)
+    return change / size if size else math.inf if change else 0.0
+
+
+def loss_of(loss: Callable[[Any], Tensor], batch: Any, buffers: Sequence[Tensor]) -> float:
+    """A loss without gradients; random numbers and buffers are as before afterwards."""
     is_up = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     devices = range(torch.cuda.device_count()) if is_up else ()
     held = [x.clone() for x in buffers]

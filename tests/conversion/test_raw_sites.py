@@ -20,7 +20,7 @@ import lokakern
 from lokakern import numerics
 from lokakern.conversion.convert import Conversion
 from lokakern.conversion.routes import grad_input_problem, output_problem
-from lokakern.conversion.tune import groups_of, observed_rows
+from lokakern.conversion.variants import groups_of, observed_rows
 from lokakern.errors import UnknownNameError, UnsupportedError
 from lokakern.functional import checks
 from lokakern.nn.linear import Linear

@@ -15,7 +15,8 @@ from torch import nn
 import lokakern
 from lokakern.conversion import tuning_file
 from lokakern.conversion.convert import Conversion
-from lokakern.conversion.tune import OTHER_FORM, Tuning, tune
+from lokakern.conversion.tune import Tuning, tune
+from lokakern.conversion.variants import OTHER_FORM
 from lokakern.errors import ChoicesError
 from lokakern.nn.compiled_form import DOT, SUMS
 from lokakern.nn.linear import Linear

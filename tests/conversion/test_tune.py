@@ -15,10 +15,10 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import lokakern
-from lokakern.conversion import tune as tuning
 from lokakern.conversion.convert import Conversion
 from lokakern.conversion.paired_timing import Ratio, StepTimer, Variant, compare, interval
-from lokakern.conversion.tune import Tuning, observed_rows, tune
+from lokakern.conversion.tune import Tuning, tune
+from lokakern.conversion.variants import LAYOUT, observed_rows
 from lokakern.errors import ChoicesError, MeasurementError, UnknownNameError, UnsupportedError
 from lokakern.measure import timing
 from lokakern.nn.block_rms_norm import BlockRMSNorm
@@ -426,7 +426,7 @@ def test_inference_decides_fp8_weights_and_layouts(book: Book) -> None:
     plain = {name: x.clone() for name, x in model.state_dict().items()}
     assert handle.sites["0"].module.is_frozen and handle.sites["6"].module.is_held
     found = tune(handle, predict(model), make_timer=Script(handle, lambda on: 90.0 + 5 * len(on)))
-    assert [t.group.kernels[0] for t in found.groups][1:] == [tuning.LAYOUT]
+    assert [t.group.kernels[0] for t in found.groups][1:] == [LAYOUT]
     assert found.after is None and not list(model.buffers())
     expected = nn.Sequential(*(type(m)() if not isinstance(m, nn.Linear) else nn.Linear(
         m.in_features, m.out_features) for m in model)).bfloat16()  # fmt: skip

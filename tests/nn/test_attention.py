@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import lokakern
 from lokakern import numerics
-from lokakern.conversion.tune import observed_rows
+from lokakern.conversion.variants import observed_rows
 from lokakern.functional import checks
 from lokakern.nn.attention import Attention
 from lokakern.nn.raw_product import RawProduct, products_of

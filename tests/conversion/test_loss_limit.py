@@ -1,0 +1,287 @@
+"""`Conversion.limit_loss`: which products a limit of the model's loss admits."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import lokakern
+from lokakern.conversion.convert import Conversion
+from lokakern.conversion.loss_limit import BINS, LossLimit, Option, best_within
+from lokakern.conversion.tune import tune
+from lokakern.errors import MeasurementError, UnsupportedError
+from lokakern.nn.routed_matmul import kernel_at
+from lokakern.selection import dispatcher
+from lokakern.selection.weight_forms import with_weight
+from tests.conversion.test_chain_spans import is_chained, tower
+from tests.conversion.test_chain_spans import rows as rows_of_tower
+from tests.conversion.test_tune import Script
+from tests.conversion.test_tuned_chains import book as chains  # noqa: F401  # a fixture
+from tests.support.measurements import BF16, H200, ROW, Book, accuracy, gemm, time
+
+M, WIDTH = 64, 32
+convert = functools.partial(lokakern.convert, distribution="X1", device=H200, inference=True)
+
+
+@pytest.fixture
+def known(tmp_path: Path) -> Iterator[Book]:
+    """Square layers are faster in FP8."""
+    problem = with_weight(gemm(M, WIDTH, WIDTH), "row", H200)
+    found = [time(BF16, problem, 9.0), time(ROW, problem, 4.0), accuracy(ROW, problem, 0.04)]
+    yield Book(tmp_path / "rows.sqlite").write(*found).use()
+    dispatcher.use_snapshot(None)
+
+
+class Branches(nn.Module):
+    """A sum of layers of which the third counts ten times as much as the others."""
+
+    SHARES = (1.0, 1.0, 10.0, 1.0)
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.parts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in self.SHARES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = zip(self.SHARES, self.parts, strict=True)
+        return torch.stack([share * part(x).float() for share, part in made]).sum(0)
+
+
+def model_of() -> Branches:
+    return Branches().bfloat16().eval().requires_grad_(False)
+
+
+def batches(count: int = 8) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return list(torch.randn(count, M, WIDTH, generator=generator).bfloat16())
+
+
+def loss_by(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    """One, and the squared distance from what the model is without FP8."""
+    plain = model_of().double()
+    return lambda x: 1.0 + (model(x) - plain(x.double())).square().mean()
+
+
+def limited(
+    model: nn.Module, relative: float, given: list[Any] | None = None, **options: Any
+) -> tuple[LossLimit, Conversion]:
+    handle = convert(model, 0.06, **options)
+    return handle.limit_loss(loss_by(model), given or batches(), relative=relative), handle
+
+
+def in_fp8(handle: Conversion) -> list[str]:
+    return [name for name, s in handle.sites.items() if kernel_at(s.routes[0].text, M)]
+
+
+EVERY = [f"parts.{place}" for place in range(4)]
+
+
+def test_within_a_wide_limit_everything_stays(known: Book) -> None:
+    found, handle = limited(model_of(), 1.0)
+    assert [site.name for site in found.sites] == EVERY == in_fp8(handle)
+    assert all(site.is_kept and site.gain_us == 5.0 for site in found.sites)
+    assert all(site.kernels == (ROW,) for site in found.sites)
+    assert found.change.batches == 4 and found.change.high <= 1.0
+    # Independent errors of layers that are added: squares add up.
+    assert found.predicted == pytest.approx(found.change.mean, rel=0.2)
+    assert found.before.mean == pytest.approx(found.change.mean, rel=0.2)
+    # Without FP8, with all, four alone, and both halves with what is kept.
+    assert found.runs == 8 + 4 + 4 * 4 + 4 + 4
+    assert "4 of 4 layers and chains in FP8, 20 of 20 us" in found.summary
+    assert found.summary in repr(found)
+    assert [limit for limit, _, _ in found.front] == [0.25, 0.5, 1.0, 2.0, 4.0]
+    found.table()
+
+
+def test_the_layer_that_costs_the_loss_goes(known: Book) -> None:
+    wide, _ = limited(model_of(), 1.0)
+    changes = {site.name: site.change.mean for site in wide.sites}
+    assert changes[EVERY[2]] > 30 * changes[EVERY[0]]
+    limit = 0.5 * changes[EVERY[2]]
+    found, handle = limited(model_of(), limit)
+    assert in_fp8(handle) == [EVERY[0], EVERY[1], EVERY[3]]
+    assert [site.is_kept for site in found.sites] == [True, True, False, True]
+    assert 0 < found.change.high <= limit
+    assert found.predicted == pytest.approx(found.change.mean, rel=0.3)
+    gains = [gain_us for _, _, gain_us in found.front]
+    assert gains == sorted(gains) and gains[2] == 15.0 and gains[-1] == 20.0
+    why = handle.sites[EVERY[2]].routes[0].why
+    assert why == f"the loss may rise by {limit:.1e}, and other layers gain more for it"
+
+
+def test_within_no_limit_nothing_stays_and_bits_are_those_of_nn_linear(known: Book) -> None:
+    model, plain = model_of(), model_of()
+    found, handle = limited(model, 1e-12)
+    assert not in_fp8(handle) and not any(site.is_kept for site in found.sites)
+    assert (found.change.mean, found.predicted) == (0.0, 0.0)
+    assert all(torch.equal(model(x), plain(x)) for x in batches())
+    handle.undo()
+    assert all(type(part) is nn.Linear for part in model.parts)
+
+
+def test_a_set_that_loses_more_than_its_layers_is_made_smaller(
+    known: Book, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit is that of what is measured together, not of a sum."""
+    monkeypatch.setattr(Branches, "SHARES", (1.0, 1.0, 1.0, 1.0))
+    one = limited(model_of(), 1.0)[0].sites[0].change.mean
+    plain = model_of().double()
+
+    def loss(x: Tensor) -> Tensor:
+        """Two layers in FP8 lose a hundred times as much as one."""
+        distance = (model(x) - plain(x.double())).square().mean()
+        return 1.0 + (100 * distance if distance > 1.5 * one else distance)
+
+    model = model_of()
+    handle = convert(model, 0.06)
+    found = handle.limit_loss(loss, batches(), relative=4 * one)
+    assert len(in_fp8(handle)) == 1 and found.change.high <= 4 * one
+
+
+def test_the_second_half_of_the_batches_has_a_say(known: Book) -> None:
+    model, seen = model_of(), batches()
+    plain = model_of().double()
+
+    def loss(place: int) -> Tensor:
+        share = 1.0 if place < 4 else 1e6
+        return 1.0 + share * (model(seen[place]) - plain(seen[place].double())).square().mean()
+
+    handle = convert(model, 0.06)
+    found = handle.limit_loss(loss, range(8), relative=1.0)
+    assert not in_fp8(handle) and found.change.mean == 0.0
+
+
+def test_tuning_and_files_leave_out_what_the_limit_gave_up(known: Book, tmp_path: Path) -> None:
+    limit = 0.5 * limited(model_of(), 1.0)[0].sites[2].change.mean
+    model = model_of()
+    found, handle = limited(model, limit)
+    kept = in_fp8(handle)
+    found.save(tmp_path / "limit.json")
+    other = convert(model_of(), 0.06, tuned=tmp_path / "limit.json")
+    assert in_fp8(other) == kept
+    script = Script(handle, lambda on: 100.0 - len(on))
+    tuned = tune(handle, lambda: model(batches()[0]), make_timer=script)
+    tried = [name for t in tuned.groups for name in t.group.sites]
+    assert EVERY[2] not in tried and EVERY[2] not in in_fp8(handle)
+    tuned.save(tmp_path / "tuned.json")
+    assert EVERY[2] not in in_fp8(convert(model_of(), 0.06, tuned=tmp_path / "tuned.json"))
+    handle.limit_loss(loss_by(model), batches(), relative=1.0)  # from the start
+    assert in_fp8(handle) == EVERY
+    handle.limit_loss(loss_by(model), batches(), relative=limit)
+    handle.refresh()
+    assert in_fp8(handle) == EVERY and not handle.over_limit
+
+
+def test_a_chain_is_judged_beside_the_products_of_its_layers(
+    chains: Book,  # noqa: F811
+) -> None:
+    model, plain = tower(), tower().double()
+    handle = convert(model, 0.06)
+    assert is_chained(model)
+    seen = [rows_of_tower(512) * (1 + place / 8) for place in range(4)]
+
+    def loss(x: Tensor) -> Tensor:
+        return 1.0 + (model(x).double() - plain(x.double())).square().mean()
+
+    found = handle.limit_loss(loss, seen, relative=10.0)
+    assert [site.name for site in found.sites] == ["0 to 2", "0", "2"]
+    assert [site.is_kept for site in found.sites] == [True, False, False]
+    assert is_chained(model)
+    # 33 us by the routes and 12 by the chain, over 38 of bf16.
+    assert sum(s.gain_us or 0.0 for s in found.sites if s.is_kept) == pytest.approx(33.0 - 12.0)
+    assert found.front[-1][2] == pytest.approx(38.0 - 12.0)
+    found = handle.limit_loss(loss, seen, relative=1e-12)
+    assert not is_chained(model) and not any(site.is_kept for site in found.sites)
+    assert torch.equal(model(seen[0]), tower()(seen[0]))
+    handle.refresh()
+    assert is_chained(model)
+
+
+def test_a_model_without_fp8_keeps_its_loss(known: Book) -> None:
+    model = nn.Linear(8, 8).bfloat16()
+    handle = convert(model, 0.06)
+    x = torch.ones(16, 8).bfloat16()
+    found = handle.limit_loss(lambda _: model(x).float().square().mean(), range(4))
+    assert found.sites == () and found.change.mean == 0.0
+    assert found.summary == "no product is quantized at these rows: the loss is that of nn.Linear"
+    found.table()
+
+
+def test_what_cannot_be_limited(known: Book) -> None:
+    model = model_of()
+    handle, loss = convert(model, 0.06), loss_by(model)
+    for relative in (0.0, -1.0, math.nan, math.inf):
+        with pytest.raises(MeasurementError, match="expected more than 0"):
+            handle.limit_loss(loss, batches(), relative=relative)
+    with pytest.raises(MeasurementError, match="there are 3 batches; expected at least 4"):
+        handle.limit_loss(loss, batches(3))
+    training = convert(model_of().requires_grad_(), 0.06, inference=False)
+    with pytest.raises(UnsupportedError, match="convert with inference=True"):
+        training.limit_loss(loss, batches())
+    with pytest.raises(MeasurementError, match="without FP8 the loss of batch 0 is nan"):
+        handle.limit_loss(lambda x: loss(x) * math.nan, batches())
+    assert in_fp8(handle) == EVERY  # as before
+
+
+def test_a_loss_that_raises_changes_nothing(known: Book) -> None:
+    model = model_of()
+    found, handle = limited(model, 1e-12)
+    loss, calls = loss_by(model), itertools.count()
+
+    def failing(x: Tensor) -> Tensor:
+        if next(calls) == 20:
+            raise ValueError("no more")
+        return loss(x)
+
+    with pytest.raises(ValueError, match="no more"):
+        handle.limit_loss(failing, batches(), relative=1.0)
+    assert not in_fp8(handle) and set(handle.over_limit) == {(name, "output") for name in EVERY}
+    assert not any(site.is_kept for site in found.sites)
+
+
+def test_a_product_whose_loss_is_not_finite_goes(known: Book) -> None:
+    model = model_of()
+    handle, loss = convert(model, 0.06), loss_by(model)
+
+    def broken(x: Tensor) -> Tensor:
+        is_on = kernel_at(model.parts[1]._routes[0], M)
+        return loss(x) + (math.inf if is_on else 0.0)
+
+    found = handle.limit_loss(broken, batches(), relative=1.0)
+    assert in_fp8(handle) == [EVERY[0], EVERY[2], EVERY[3]]
+    assert found.change.high <= 1.0
+
+
+options = st.builds(
+    Option, st.just(frozenset({0})), st.integers(0, BINS + 5).map(lambda x: x / BINS),
+    st.integers(1, 20).map(float),
+)  # fmt: skip
+
+
+@given(st.lists(st.lists(options, min_size=1, max_size=2), max_size=6))
+@settings(max_examples=200, deadline=None)
+def test_the_knapsack_is_the_best_one(items: list[list[Option]]) -> None:
+    best = 0.0
+    for chosen in itertools.product(*([None, *ways] for ways in items)):
+        some = [option for option in chosen if option is not None]
+        if sum(round(option.loss * BINS) for option in some) <= BINS:
+            best = max(best, sum(option.gain_us for option in some))
+    found = best_within(items, 1.0)
+    assert sum(option.gain_us for option in found) >= best - 1e-9 or _is_rounded(items)
+    assert sum(option.loss for option in found) <= 1.0 + 1e-9
+
+
+def _is_rounded(items: list[list[Option]]) -> bool:
+    """Whether a loss is rounded up by a part of a thousandth, as of floats."""
+    losses = [option.loss for ways in items for option in ways]
+    return any(math.ceil(loss * BINS) != round(loss * BINS) for loss in losses)
