@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import itertools
 import json
 import re
 import sqlite3
@@ -11,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -26,7 +28,7 @@ from lokakern.registry.snapshot.snapshot import Snapshot
 from lokakern.render.html import hash_of
 from lokakern.selection import dispatcher
 from lokakern.types import ErrorBudget, Format, Granularity, Operand, Problem
-from tests.support import browser
+from tests.support import box_font, browser, screenshots
 from tests.support.html_page import HOSTILE
 from tests.support.html_page import Page as Closed
 from tests.support.measurements import BF16, H200, ROW, TENSOR, Book, accuracy, gemm, time
@@ -34,6 +36,8 @@ from tests.support.sharing import made_once, shared_folder
 from tests.support.shipped import H200_FILE
 
 needs_chromium = pytest.mark.skipif(browser.chromium() is None, reason="needs Chromium")
+LOOKS = Path(__file__).parents[2] / "fixtures" / "report_page"
+KEEP = "if the page looks right, run this test with --keep-screenshots, and commit the pictures"
 SHIPPED_OPS = 8  # of the file of an H200; more when it has more
 DRAWN = ("pictures", "held-pictures")
 # All pictures that are drawn when a page is opened.
@@ -288,6 +292,48 @@ def test_a_page_works_in_a_browser(small: Survey, tmp_path: Path) -> None:
         assert any(HOSTILE in text for text in page.run(TEXTS))
         assert page.run("window.ran") is None
         assert (page.errors, page.requests) == ([], [])
+
+
+def test_screenshots_are_kept_and_compared(tmp_path: Path) -> None:
+    blocks = np.random.default_rng(0).integers(0, 256, (7, 5, 3)).astype(np.uint8)
+    screenshots.keep(tmp_path / "a.png", blocks)
+    kept = screenshots.kept_at(tmp_path / "a.png")
+    assert np.abs(kept.astype(int) - blocks).max() <= screenshots.STEP // 2
+    assert not screenshots.difference(blocks, kept)
+    changed = kept.copy()
+    changed[2:5, :] ^= 128
+    assert "15 of 35 blocks" in screenshots.difference(changed, kept)
+    assert "from (0, 16) to (40, 40)" in screenshots.difference(changed, kept)
+    assert "40 x 48 pixels instead of 40 x 56" in screenshots.difference(blocks[1:], kept)
+
+
+@needs_chromium
+def test_a_page_looks_as_it_did(
+    small: Survey, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    # Suites grow. Predictions make hatched cells.
+    predicted = [row | {"n": n, "k": k, "note": "predicted"} for row in small.choices
+                 if (row["op"], row["n"], row["k"]) == ("gemm", 512, 2048)
+                 for n, k in ((64, 2048), (2048, 512))]  # fmt: skip
+    held = [row for row in small.holdings if not row["part"].startswith("suite ")]
+    path = tmp_path / "small.html"
+    path.write_text(page_of(replace(small, predicted=predicted, holdings=held)), encoding="utf-8")
+    differences = []
+    with browser.opened(tmp_path / "profile", fonts=box_font.configuration(tmp_path)) as page:
+        for theme, width in itertools.product(("light", "dark"), (1400, 420)):
+            page.show(width, theme=theme)
+            page.open(path)
+            page.until(READY)
+            picture = tmp_path / f"{theme}-{width}.png"
+            picture.write_bytes(page.picture())
+            found = screenshots.blocks_of(page, picture.read_bytes())
+            if request.config.getoption("keep_screenshots"):
+                screenshots.keep(LOOKS / picture.name, found)
+            differs = screenshots.difference(found, screenshots.kept_at(LOOKS / picture.name))
+            if differs:
+                differences.append(f"{picture}: {differs}")
+        assert (page.errors, page.requests) == ([], [])
+    assert not differences, "\n".join([*differences, KEEP])
 
 
 TEXTS = "Array.from(document.querySelectorAll('#pictures svg text'), (text) => text.textContent)"
