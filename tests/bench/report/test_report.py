@@ -286,6 +286,10 @@ def test_a_page_works_in_a_browser(small: Survey, tmp_path: Path) -> None:
         tree = page.call("Accessibility.getFullAXTree")["nodes"]
         names = {n["name"]["value"] for n in tree if "name" in n and not n["ignored"]}
         assert {"Pictures of gemm", "Coverage and staleness"} <= names
+        page.run("""{document.getElementById('pictures').replaceChildren();
+            const s = document.querySelector('#asked [name=op]'); s.value = 'quantize';
+            s.dispatchEvent(new Event('change', {bubbles: true}))}""")
+        page.until(f"{TEXTS}.includes('no errors measured')")
         page.open(hostile)
         page.until(READY)
         assert page.run("document.title").startswith(HOSTILE)
@@ -448,8 +452,8 @@ def test_gaps_are_at_sizes_of_two_or_more_times() -> None:
     assert [p.shape for p in survey._gaps([*rows, quantizing(128, 64)])] == [(128, 1024)]
 
 
-def svg_of(found: Survey, name: str) -> str:
-    op = next(op for op in found.ops if op["op"] == "gemm")
+def svg_of(found: Survey, name: str, of: str = "gemm") -> str:
+    op = next(op for op in found.ops if op["op"] == of)
     base, views = charts.op_pictures(found, op)
     spec = base | views[name] | {"datasets": charts.tables_of(found, op)}
     config = charts.config_of("light")
@@ -493,6 +497,20 @@ def test_points_without_a_place_of_their_own_are_counted(small: Survey) -> None:
     assert ">3 kernels<" in svg_of(small, "fronts")
     unknown = changed(**at, row_err=None)
     assert ">3 kernels, and 2 without a known error<" in svg_of(unknown, "fronts")
+
+
+def test_a_picture_says_that_no_errors_were_measured(small: Survey) -> None:
+    assert ">no errors measured<" in svg_of(small, "fronts", "quantize")
+    assert "measured<" not in svg_of(small, "fronts")
+    at = {"m": 2048, "n": 64, "k": 512}
+    without = [row | {"row_err": None, "front": False} for row in small.times
+               if row.items() >= at.items()]  # fmt: skip
+    others = [row for row in small.times if not row.items() >= at.items()]
+    ops = [op | {"shape": [*at.values()]} for op in small.ops]
+    found = replace(small, ops=ops, times=[*others, *without])
+    assert len(without) == 3 and ">no errors measured<" in svg_of(found, "fronts")
+    never = replace(small, ops=ops, times=others)
+    assert ">nothing measured<" in svg_of(never, "fronts")
 
 
 def test_pictures_need_no_browser(small: Survey, tmp_path: Path) -> None:
