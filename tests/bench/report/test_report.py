@@ -211,14 +211,38 @@ def rows_end(survey: Survey, kernel: str) -> list[str]:
     return [light, "0.003", "none 0.03", "measured", row["letter"], kernel, row["note"] or "-"]
 
 
-def test_long_tables_are_truncated_with_a_note(
+def test_what_long_tables_leave_out_is_told(small: Survey, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "left out" not in page_of(small)
+    monkeypatch.setattr(survey_page, "MOST_ROWS", 12)
+    text = page_of(small)
+    times = "12 of 24 times are left out of this page: the slowest kernels of problems with many; "
+    choices = "2 of 14 choices are left out of this page: predicted ones, then those that gain "
+    assert text.count(f"<p>{times}lokakern explore has all.</p>") == 1
+    assert text.count(f'<p data-op="gemm">{choices}') == text.count(f"<p>{choices}") == 1
+    assert "<p>27 of 39 errors are left out" in text
+    assert "Times by kernel and problem (24 rows)" in text and "problem (2 rows)" in text
+    assert f"op and suite ({len(small.holdings)} rows)" in text
+
+
+def test_the_fastest_kernels_of_all_problems_are_kept(
     small: Survey, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "Only the first" not in page_of(small)
-    monkeypatch.setattr(survey_page, "MOST_ROWS", 7)
-    text = page_of(small)
-    assert "Only the first 7 rows are on this page." in text
-    assert "Times by kernel and problem (24 rows)" in text and "problem (2 rows)" in text
+    def kept(most_rows: int, most_times: int) -> list[dict[str, Any]]:
+        monkeypatch.setattr(survey_page, "MOST_ROWS", most_rows)
+        monkeypatch.setattr(survey_page, "MOST_TIMES", most_times)
+        return survey_page._most_telling(small.times)
+
+    assert kept(24, 27) == small.times
+    # Eight problems of gemm: two with 64 columns, where bfloat16 is the fastest and the front.
+    found = kept(10, 27)
+    rows = [row for row in found if row["op"] == "gemm"]
+    assert len(rows) == 10 and len({(row["m"], row["n"], row["k"]) for row in rows}) == 8
+    assert all(row["front"] for row in found if row["op"] == "gemm")
+    assert {row["kernel"] for row in rows if row["n"] == 64} == {BF16}
+    assert sum(row["op"] != "gemm" for row in found) == 3
+    assert found == [row for row in small.times if row in found]
+    rows = kept(24, 11)
+    assert len({(row["op"], row["m"], row["n"], row["k"]) for row in rows}) == len(rows) == 11
 
 
 def hostile_of(survey: Survey) -> Survey:
