@@ -1,10 +1,12 @@
-"""Shared parts of all tests: markers, strict skips, a separate database, ``--evidence``.
+"""Shared parts of all tests: markers, strict skips, a separate database, options.
 
 A test is in the core, which ``make test`` runs in minutes, unless it is marked ``rest``: ``make
 test-all`` runs those. ``sample(every=n, of=("name",))`` marks most cases of a parametrized test
 ``rest``: of the cases that share the values of the parameters ``of``, the first of each n stays.
 
 ``--part 2/4`` keeps the second of four parts of the tests, drawn by their names.
+
+``--keep-screenshots`` keeps how pages look now, where they are compared with kept pictures.
 
 With ``--evidence FILE`` a run on a GPU leaves a row in FILE for each kernel and test module: how
 many of the module's tests that take the kernel as ``name`` passed, failed and were skipped there.
@@ -54,6 +56,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", metavar="N/OF", help="only the Nth of so many parts of the tests")
     parser.addoption(
         "--evidence", metavar="FILE", help="database that gets this GPU run's result of each kernel"
+    )
+    parser.addoption(
+        "--keep-screenshots", action="store_true", help="replace the pictures that pages must match"
     )
 
 

@@ -363,27 +363,48 @@ def _fronts(budgets: Sequence[str]) -> Spec:
         {"mark": {"type": "text", "align": "left", "dx": 4, "dy": -7},
          "encoding": {"x": {"value": 0}, "text": {"field": "words"}}},
     ]  # fmt: skip
-    width = {"condition": {"test": "datum.front", "value": 2.5}, "value": 0.6}
+    size = {"condition": {"test": "datum.is_known", "value": 330}, "value": 0}
+    width = {"condition": [{"test": "!datum.is_known", "value": 0},
+                           {"test": "datum.front", "value": 2.5}], "value": 0.6}  # fmt: skip
     circle = {
-        "mark": {"type": "circle", "size": 330},
-        "encoding": {"color": _HUE, "strokeWidth": width},
+        "mark": "circle",
+        "encoding": {"color": _HUE, "size": size, "strokeWidth": width},
     }
-    known = [{"filter": "datum.row_err > 0"}]  # of a logarithm
+    # Without a known error one row stands for all, and is not drawn: Vega warns of scales of none.
     points = {
         "width": _WIDTH,
         "height": 380,
         "layer": [
             {"data": {"values": limits}, "encoding": {"y": y}, "layer": rules},
-            {"transform": [{"filter": "datum.front"}],
-             "mark": {"type": "line", "interpolate": "step-after", "strokeWidth": 1.5},
-             "encoding": {"x": x, "y": y, "order": {"field": "us"}}},
-            {"transform": known,
-             "encoding": {"x": x, "y": y, "tooltip": _hints("kernel", "us", "row_err", "least_us")},
-             "layer": [circle, _LETTER]},
-            _counted("kernels", "us", "row_err", "without a known error"),
+            {"transform": [
+                 {"filter": "datum.known ? datum.is_known : datum.place === 1"},
+                 {"calculate": "datum.is_known ? datum.row_err : 0.05", "as": "row_err"},
+                 {"calculate": "datum.is_known ? datum.letter : ''", "as": "letter"},
+                 {"calculate": "datum.known ? '' : datum.timed ? 'no errors measured'"
+                               " : 'nothing measured'", "as": "words"}],
+             "encoding": {"x": x, "y": y},
+             "layer": [
+                {"transform": [{"filter": "datum.front || !datum.is_known"}],
+                 "mark": {"type": "line", "interpolate": "step-after", "strokeWidth": 1.5},
+                 "encoding": {"order": {"field": "us"}}},
+                {"encoding": {"tooltip": _hints("kernel", "us", "row_err", "least_us")},
+                 "layer": [circle, _LETTER]},
+                {"mark": {"type": "text", "fontSize": 14},
+                 "encoding": {"text": {"field": "words"}}}]},
+            {"transform": [{"filter": "datum.is_here"}],
+             "layer": [_counted("kernels", "us", "row_err", "without a known error")]},
         ],
     }  # fmt: skip
-    return {"vconcat": [points, _kernels("Letters of kernels")], "resolve": _INDEPENDENT}
+    letters = _kernels("Letters of kernels")
+    letters["transform"] = [{"filter": "datum.is_here"}, *letters["transform"]]
+    transform = [
+        {"calculate": "datum.form === form && datum.shape === shape", "as": "is_here"},
+        {"calculate": "datum.is_here && datum.row_err > 0", "as": "is_known"},  # of a logarithm
+        {"joinaggregate": [{"op": "sum", "field": "is_here", "as": "timed"},
+                           {"op": "sum", "field": "is_known", "as": "known"}]},
+        {"window": [{"op": "row_number", "as": "place"}]},
+    ]  # fmt: skip
+    return {"vconcat": [points, letters], "transform": transform, "resolve": _INDEPENDENT}
 
 
 def _accuracy() -> Spec:
@@ -496,12 +517,11 @@ def op_pictures(survey: Survey, op: Row) -> tuple[Spec, dict[str, Spec]]:
     here = ["datum.form === form"]
     chosen = [*here, "indexof(split(datum.budgets, ' '), budget) >= 0"]
     chosen += ["datum.m === m"] if by_m else []
-    at_shape = [*here, "datum.shape === shape"]
     views = {
         "winners": _view("choices", chosen, _winners(op)),
         "gains": _view("choices", chosen, _gains(op)),
         "light": _view("times", here, _light()),
-        "fronts": _view("times", at_shape, _fronts(survey.budgets)),
+        "fronts": _view("times", [], _fronts(survey.budgets)),
     }
     if tables["errors"]:
         views["accuracy"] = _view("errors", [], _accuracy())

@@ -143,6 +143,19 @@ def _day_told(utc_ms: int) -> str:
     return f"{day:%Y-%m-%d}" if utc_ms else "never"
 
 
+def _available(device: Device, op: str) -> list[Kernel]:
+    """Kernels of an op whose libraries are available; a plugin is tried on the device here."""
+    here = device == current_device()
+    return [
+        kernel
+        for kernel in kernels_for(op, device)
+        if not any(
+            named(library).why_not_here() or (named(library).is_plugin and not here)
+            for library in kernel.libraries
+        )
+    ]
+
+
 Lack = tuple[int, int]  # kernels supporting a problem: without rows, and with stale rows only
 
 
@@ -159,7 +172,8 @@ class Holdings:
         self._rows = {facts.problem(key): found for key, found in rows.items()}
         tell("counting rows", 0.5)
         self._lacks: dict[Problem, Lack] = {}
-        self._kernels = functools.cache(self._registered)
+        # Without a cycle, so that 95k rows of heads go when this object goes.
+        self._kernels = functools.cache(functools.partial(_available, device))
 
     def rows(self) -> list[dict[str, Any]]:
         """All holdings as rows."""
@@ -204,18 +218,6 @@ class Holdings:
             if problem in self._rows:
                 rows.join(self._rows[problem])
         return rows.holding(part, "times", len(different), map(self._lack, different))
-
-    def _registered(self, op: str) -> list[Kernel]:
-        """Kernels of an op whose libraries are available; a plugin is tried on the device here."""
-        here = self._device == current_device()
-        return [
-            kernel
-            for kernel in kernels_for(op, self._device)
-            if not any(
-                named(library).why_not_here() or (named(library).is_plugin and not here)
-                for library in kernel.libraries
-            )
-        ]
 
     def _lack(self, problem: Problem) -> Lack | None:
         """Missing and stale kernels of a problem; None if it has no row."""

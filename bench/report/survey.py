@@ -296,7 +296,7 @@ def _choice(place: Row, budget: str, pick: Pick) -> Row:
         "speedup": _short(us and plain and plain / us),
         "light": _short(us and least / us),
         "row_err": _short(error),
-        "answered": not pick.note,
+        "answered": not pick.is_miss,
         "note": note,
     }
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,14 @@ if TYPE_CHECKING:
     from lokakern.bench.report.survey import Row, Survey
 
 MOST_ROWS = 20_000  # of a table: browsers lay out and filter more too slowly
+MOST_TIMES = 31_000  # of all ops: 4 of the 8 MB of a page
+# What a table leaves out beyond these numbers, and what has it.
+LEFT_OUT = {
+    "times": "the slowest kernels of problems with many; lokakern explore has all",
+    "choices": "predicted ones, then those that gain least; lokakern report --format csv has all "
+               "measured ones, and lokakern explain tells any",
+    "errors": "the last by name; lokakern explore has all",
+}  # fmt: skip
 NAMES = ("part", "of", "grade", "newest")  # columns of holdings that are not numbers
 
 
@@ -30,6 +39,8 @@ def page_of(survey: Survey) -> str:
         UnsupportedError: vl-convert, which provides Vega's scripts, is not installed.
     """
     page = Path(__file__).with_suffix(".html")
+    timed = Counter(row["op"] for row in survey.times)
+    survey = replace(survey, times=_most_telling(survey.times))
     scripts = [script_of(charts.bundle()), script_of(page.with_suffix(".js").read_text("utf-8"))]
     specs = charts.page_specs(survey)
     content = {
@@ -45,7 +56,7 @@ def page_of(survey: Survey) -> str:
         line=charts.LINE,
         problems=sum(op["problems"] for op in survey.ops),
         ms=sorted({row["m"] for row in survey.choices}),
-        tables={op["op"]: _tables(survey, op) for op in survey.ops},
+        tables={op["op"]: _tables(survey, op, timed[op["op"]]) for op in survey.ops},
         holdings=_table("holdings", "Rows and problems of each op and suite", survey.holdings,
                         " ".join(n for n in survey.holdings[0] if n not in NAMES),
                         " ".join(NAMES)),
@@ -57,7 +68,29 @@ def page_of(survey: Survey) -> str:
     )  # fmt: skip
 
 
-def _tables(survey: Survey, op: Row) -> list[dict[str, Any]]:
+def _most_telling(times: Sequence[Row]) -> list[Row]:
+    """At most `MOST_ROWS` times of an op and `MOST_TIMES` of all, of each problem the best ones.
+
+    Those are the kernels on the front of times and errors, then the fastest others.
+    """
+    place: dict[int, int] = {}  # among the kernels of its problem
+    seen: Counter[tuple[Any, ...]] = Counter()
+    for row in sorted(times, key=lambda row: (not row["front"], row["us"])):
+        problem = tuple(row[name] for name in ("op", "form", "m", "n", "k"))
+        place[id(row)] = seen[problem]
+        seen[problem] += 1
+    kept: list[Row] = []
+    of: Counter[str] = Counter()
+    for row in sorted(times, key=lambda row: place[id(row)]):
+        if of[row["op"]] < MOST_ROWS and len(kept) < MOST_TIMES:
+            of[row["op"]] += 1
+            kept.append(row)
+    ids = set(map(id, kept))
+    return [row for row in times if id(row) in ids]
+
+
+def _tables(survey: Survey, op: Row, timed: int) -> list[dict[str, Any]]:
+    """Of an op, of which the survey had so many times."""
     found = charts.tables_of(survey, op)
     choices = [row for row in survey.choices if row["op"] == op["op"]]
     answers = sorted(
@@ -70,19 +103,27 @@ def _tables(survey: Survey, op: Row) -> list[dict[str, Any]]:
         _table("choices", "Choices of dispatch", answers,
                "m n k us plain_us speedup light row_err", "budgets answer letter kernel note"),
         _table("times", "Times by kernel and problem", found["times"], "m n k us least_us row_err",
-               "letter kernel kind front state"),
+               "letter kernel kind front state", timed),
         _table("errors", "Errors by arithmetic and distribution", found["errors"],
                "typical_row_err row_err row_p99 mean_rel_err mean_shift shapes",
                "arithmetic distribution"),
     ]  # fmt: skip
 
 
-def _table(name: str, caption: str, rows: list[Row], numbers: str, texts: str) -> dict[str, Any]:
-    """At most `MOST_ROWS` rows in groups of equal form, which pictures read by the name.
+def _table(
+    name: str, caption: str, rows: list[Row], numbers: str, texts: str, total: int | None = None
+) -> dict[str, Any]:
+    """Rows in groups of equal form, which pictures read by the name; of `LEFT_OUT` `MOST_ROWS`.
 
-    Columns are of numbers, from `text` on of texts.
+    Columns are of numbers, from `text` on of texts. ``total`` counts rows that were left out.
     """
-    shown = sorted(rows[:MOST_ROWS], key=lambda row: row.get("form", ""))
+    total = len(rows) if total is None else total
+    shown = rows[:MOST_ROWS] if name in LEFT_OUT else rows
+    left_out = ""
+    if len(shown) < total:
+        left_out = f"{total - len(shown)} of {total} {name} are left out of this page: "
+        left_out += f"{LEFT_OUT[name]}."
+    shown = sorted(shown, key=lambda row: row.get("form", ""))
     groups = itertools.groupby(shown, key=lambda row: row.get("form", ""))
     return {
         "name": name,
@@ -90,8 +131,8 @@ def _table(name: str, caption: str, rows: list[Row], numbers: str, texts: str) -
         "columns": [*numbers.split(), *texts.split()],
         "text": texts.split()[0],
         "groups": [(form, list(found)) for form, found in groups],
-        "shown": len(shown),
-        "total": len(rows),
+        "total": total,
+        "left_out": left_out,
     }
 
 

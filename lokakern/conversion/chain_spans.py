@@ -213,11 +213,12 @@ def chain_rows(span: Span, off: Collection[ChainSites]) -> list[dict[str, Any]]:
     for chain in span.plan.chains:
         is_off = span.sites_of(chain) in off
         used = [t for t in chain.times if t.is_faster and not is_off]
+        choice = "; ".join(dict.fromkeys(t.kernels for t in used)) or "off"
         rows.append(
             {
                 "site": words_of(span.sites_of(chain)), "gemm": "chain",
                 "n": chain.layers[-1].n, "k": chain.layers[0].k,
-                "choice": "; ".join(dict.fromkeys(t.kernels for t in used)) or "off",
+                "choice": choice, "eager_choice": choice,
                 "m": [t.m for t in used], "us": [t.us for t in used],
                 "host_us": [None] * len(used), "why": OFF if is_off else chain.why,
                 "rival_us": [t.rival_us for t in used],

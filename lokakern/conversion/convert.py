@@ -744,6 +744,8 @@ class Conversion:
     def choices(self) -> list[dict[str, Any]]:
         """One row for each product of each site, and for each chain, as plain data.
 
+        "eager_choice" is what eager calls run, which differs from "choice" and its times where a
+        compiler pads rows.
         Chains have gemm "chain", the names of their layers, n of the last layer, k of the first
         one, and "rival_us": the time without the chain at each m.
         """
@@ -763,7 +765,8 @@ class Conversion:
                 rows.append(
                     {
                         "site": site.name, "gemm": route.gemm, "n": n, "k": k,
-                        "choice": _summary(route),
+                        "choice": _summary(route, traced_route(route.text)),
+                        "eager_choice": _summary(route, route.text),
                         "m": [route.rows_at(c) for c in timed],
                         "us": [t and t.latency_us for t in times],
                         "host_us": [t and t.host and t.host.us for t in times],
@@ -786,8 +789,11 @@ class Conversion:
         """Print a table of the choices."""
         from lokakern.render.terminal import print_rows
 
-        lists = ("m", "us", "host_us", "rival_us")
-        rows = [{k: v for k, v in row.items() if k not in lists} for row in self.choices]
+        rows = self.choices
+        left_out = {"m", "us", "host_us", "rival_us"}
+        if all(row["eager_choice"] == row["choice"] for row in rows):
+            left_out.add("eager_choice")
+        rows = [{k: v for k, v in row.items() if k not in left_out} for row in rows]
         notes = self._reasons()
         notes += self._chain_notes()
         if self.rectified:
@@ -1033,8 +1039,10 @@ class Conversion:
     def __repr__(self) -> str:
         routes = [route for site in self.sites.values() for route in site.routes]
         count = sum(bool(traced_route(route.text)) for route in routes)
+        in_eager = sum(bool(route.text) for route in routes) - count
+        words = f", {in_eager} more in eager calls only" if in_eager else ""
         handed = len(self.handed_over)
-        words = f", {handed} inputs quantized ahead" if handed else ""
+        words += f", {handed} inputs quantized ahead" if handed else ""
         chains = [
             chain for span in self.spans for chain in span.plan.chains
             if span.sites_of(chain) not in self.off_chains
@@ -1174,9 +1182,8 @@ def _time_of(route: Route, choice: Choice) -> Time | None:
     return plain[0] if plain else None
 
 
-def _summary(route: Route) -> str:
-    """Names of kernels over the measured m, or of all where no measurement was looked up."""
-    text = traced_route(route.text)
+def _summary(route: Route, text: str) -> str:
+    """Names of a text's kernels over the measured m, or of all where none was looked up."""
     names = [kernel_at(text, route.rows_at(c)) for c in route.choices]
     if not names and text != PLAIN:
         names = [name for part in read_route(text)[1:] for _, name in part]

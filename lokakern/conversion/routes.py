@@ -21,7 +21,7 @@ from lokakern.nn.routed_matmul import (
     PLAIN,
     Segments,
     emulation_of,
-    joined,
+    merged,
     read_route,
     route_text,
     with_eager,
@@ -87,7 +87,7 @@ class Route:
         if self.text == PLAIN:
             return self
         form, *both = read_route(self.text)
-        aligned, other = (joined(within(segments, (m, ANY_M), "")[:-1]) for segments in both)
+        aligned, other = (merged(within(segments, (m, ANY_M), "")[:-1]) for segments in both)
         return replace(self, text=route_text(form, aligned, other), why=f"{self.why}; {why}")
 
     def with_eager(self) -> Route:
@@ -420,7 +420,7 @@ def _segments(table: Table, m_range: MRange | None) -> Segments:
     for kernel, missed in zip(table.kernels, table.misses, strict=True):
         is_used = kernel is not None and kernel.quantizes and not missed and _runs(kernel, table)
         names.append(kernel.name if kernel is not None and is_used else "")
-    found = joined(zip(table.breakpoints, names, strict=True))
+    found = merged(zip(table.breakpoints, names, strict=True))
     return found if m_range is None else within(found, m_range, "")
 
 

@@ -217,7 +217,7 @@ class FuseShared(_Joining):
     multiplies for all of its group: each layer should be called once with it, and the backward pass
     of all run at once. Nothing tells of writes in place through ``.data`` between two layers of a
     group: write under ``torch.no_grad()``. Compiled models and torch.func multiply the layers of
-    declared groups apart, unquantized.
+    declared groups apart, unquantized; so do not declare layers that tracing finds.
 
     Args:
         groups: Names of layers in the model, at least two in a group.
@@ -447,12 +447,13 @@ def _graphs(
 def _layers(
     graph: fx.Graph, parent: nn.Module, editor: Editor, name: str
 ) -> dict[fx.Node, nn.Linear]:
-    """Calls of plain linear layers that are called once, with one tensor."""
+    """Calls of plain linear layers that are called once, with one tensor, and in no own way."""
     calls = [node for node in graph.nodes if node.op == "call_module"]
     targets: list[Any] = [parent.get_submodule(str(node.target)) for node in calls]
     found: dict[fx.Node, nn.Linear] = {}
     for node, module in zip(calls, targets, strict=True):
         is_plain = type(module) in _PLAIN and getattr(module, "padding", (0, 0)) == (0, 0)
+        is_plain = is_plain and "forward" not in vars(module)  # as of a declared group
         is_hooked = module._forward_hooks or module._forward_pre_hooks
         is_once = sum(other is module for other in targets) == 1
         is_simple = len(node.args) == 1 and isinstance(node.args[0], fx.Node) and not node.kwargs

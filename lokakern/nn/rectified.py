@@ -35,6 +35,7 @@ from lokakern.nn.routed_matmul import (
     route_text,
     routed_gradients,
     segments_of,
+    traced_route,
 )
 from lokakern.types import Granularity
 
@@ -50,6 +51,7 @@ def rectified_between(sequence: nn.Sequential) -> tuple[str, ...]:
     """For each module the route of products that apply the relu behind it, or "".
 
     Not where the layer quantizes, nor where the next one does, whose quantizer applies the relu.
+    Kernels of eager calls only do not count: at their m an eager call runs such a layer as it is.
     """
     modules = list(sequence)
     found = [PLAIN] * len(modules)
@@ -57,7 +59,7 @@ def rectified_between(sequence: nn.Sequential) -> tuple[str, ...]:
         if type(layer) is Linear and type(relu) is nn.ReLU and _is_usual(layer):
             reader = modules[place + 2] if place + 2 < len(modules) else None
             then = reader._routes[0] if isinstance(reader, Linear) else PLAIN
-            found[place] = route_between(layer._routes[0], then)
+            found[place] = route_between(*map(traced_route, (layer._routes[0], then)))
     return tuple(found)
 
 
@@ -158,7 +160,8 @@ def rectifying_way(
 def traced_way(columns: int, *given: Any) -> str:
     """`rectifying_way` as a constant for compilers, with `JOINED` for `APART` where that holds."""
     fuse_quantizers()  # and the call of the product
-    found = rectifying_way(*given)
+    plan, *others = given
+    found = rectifying_way("\0".join(map(traced_route, plan.split("\0"))), *others)
     return found.replace(APART, JOINED, 1) if found and is_fast(columns, given[-1]) else found
 
 

@@ -74,7 +74,7 @@ def route_text(form: Granularity, aligned: Segments, other: Segments) -> str:
 def read_route(text: str) -> tuple[Granularity, Segments, Segments]:
     """Parse a text of `route_text`, as eager calls read it."""
     form, *both = _read(text)
-    aligned, other = (joined((m, name.removeprefix(EAGER)) for m, name in x) for x in both)
+    aligned, other = (merged((m, name.removeprefix(EAGER)) for m, name in x) for x in both)
     return form, aligned, other
 
 
@@ -89,7 +89,7 @@ def with_eager(text: str, eager: str) -> str:
         starts = sorted({start for start, _ in (*segments, *other)})
         then = [name and EAGER + name for name in (name_at(other, m) for m in starts)]
         names = (name_at(segments, m) or name for m, name in zip(starts, then, strict=True))
-        both.append(joined(zip(starts, names, strict=True)))
+        both.append(merged(zip(starts, names, strict=True)))
     return route_text(form, *both)
 
 
@@ -100,12 +100,12 @@ def traced_route(text: str) -> str:
     if EAGER not in route:
         return text
     form, *both = _read(route)
-    aligned, other = (joined((m, "" if EAGER in name else name) for m, name in x) for x in both)
+    aligned, other = (merged((m, "" if EAGER in name else name) for m, name in x) for x in both)
     found = route_text(form, aligned, other)
     return found and found + text.removeprefix(route)
 
 
-def joined(segments: Iterable[tuple[int, str]]) -> Segments:
+def merged(segments: Iterable[tuple[int, str]]) -> Segments:
     """The segments without those that continue the one before."""
     found: Segments = []
     for start, name in segments:

@@ -99,7 +99,7 @@ class Choice:
 
         Then the unquantized kernel is used, or one that is `predicted` to be faster.
         """
-        return bool(self.pick.note)
+        return self.pick.is_miss
 
     @property
     def tied(self) -> tuple[str, ...]:
@@ -134,7 +134,7 @@ class Choice:
         """A text with the winner, its time and error, and the reason against every other kernel."""
         pick, table = self.pick, self.table
         within = f" within {table.budget}" if table.budget else ""
-        how = "not measured" if table.origin is None or pick.note else "frozen"
+        how = "not measured" if table.origin is None or pick.is_miss else "frozen"
         if pick.time is not None:
             kind = "interpolated" if pick.interpolated else "measured"
             kind = "estimated" if pick.candidate and pick.candidate.estimated else kind
@@ -149,7 +149,7 @@ class Choice:
             how = f"predicted, not measured: {pick.prediction}"
         name = pick.name or "no kernel"
         lines = [f"{self.problem} on {table.device.product}{within}: {name}, {how}"]
-        if pick.note:
+        if pick.is_miss:
             lines.append(f"  miss: {miss_words(table, pick, self.m)}")
         if table.host:
             lines.append(f"  host cost: {_host_words(pick, table)}")
@@ -191,7 +191,7 @@ class Choice:
             UnsupportedError: The choice is for another device.
         """
         kernel = self._kernel()
-        if kernel is None and self.pick.note and self.table.callable_here:
+        if kernel is None and self.pick.is_miss and self.table.callable_here:
             raise UnsupportedError(f"{self.problem}: {self.pick.note}")
         if not self.table.callable_here or kernel is None:
             raise UnsupportedError(

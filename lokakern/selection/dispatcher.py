@@ -7,6 +7,7 @@ range, so that a warm call is one dict look-up and one bisection.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import os
@@ -527,12 +528,12 @@ def _build(
         else:
             candidates.append(found)
             barred |= {name} if found.failed else set()
-    instead = ""
+    instead: Callable[[], str] = str
     if not candidates:
-        instead = measured_instead(facts, problem, target, timed)
-        if cells:
-            reasons = "; ".join(f"{name}: {why}" for name, why in rejected if name in cells)
-            instead = f"no time at {sizes_of(problem)}, {regime}, counts: {reasons}"
+        reasons = "; ".join(f"{name}: {why}" for name, why in rejected if name in cells)
+        told = f"no time at {sizes_of(problem)}, {regime}, counts: {reasons}" if cells else ""
+        # A search among all measured problems, which few misses need: not before it is asked for.
+        instead = functools.cache(lambda: told or measured_instead(facts, problem, target, timed))
     candidates, padded = with_padded_rows(
         problem, candidates, evidence, timed, is_compiled=regime in COMPILER_PADS
     )

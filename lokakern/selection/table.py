@@ -24,20 +24,34 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """The choice at one m."""
+    """The choice at one m.
+
+    Attributes:
+        why_missed: Tells why there is no answer, and what was measured nearest; None if there is
+            one. Words are found when they are asked for, which few are.
+    """
 
     candidate: Candidate | None
     time: Time | None = None
     interpolated: bool = False
     tied: tuple[str, ...] = ()
     rejected: tuple[tuple[str, str], ...] = ()
-    note: str = ""  # why there is no answer, and what was measured nearest
-    prediction: Prediction | None = None  # without measurements, see `note`
+    why_missed: Callable[[], str] | None = None
+    prediction: Prediction | None = None  # without measurements, see `why_missed`
     is_too_strict: bool = False  # nothing measured is within the budget
 
     @property
     def name(self) -> str:
         return self.candidate.name if self.candidate else ""
+
+    @property
+    def is_miss(self) -> bool:
+        return self.why_missed is not None
+
+    @property
+    def note(self) -> str:
+        """The words of a miss, or ""."""
+        return self.why_missed() if self.why_missed else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +102,7 @@ class Table:
     winners: list[str] = field(default_factory=list)
     kernels: list[Kernel | None] = field(default_factory=list)
     misses: list[bool] = field(default_factory=list)
-    instead: str = ""  # without candidates: what was measured for the same sizes
+    instead: Callable[[], str] = str  # without candidates: what was measured for the same sizes
     padded: str = ""  # sizes with which rows are aligned, if they are not
     host: str = ""  # where host costs were measured, or why they do not count
     origin: Origin | None = None  # None if it was computed from databases
@@ -136,12 +150,12 @@ class Table:
         previous: tuple[str, bool] | None = None
         for start in sorted(set(starts)):
             found = pick(start)
-            state = (found.name, bool(found.note))
+            state = (found.name, found.is_miss)
             if state != previous:
                 self.breakpoints.append(start)
                 self.winners.append(found.name)
                 self.kernels.append(found.candidate.kernel if found.candidate else None)
-                self.misses.append(bool(found.note))
+                self.misses.append(found.is_miss)
                 previous = state
 
     def pick(self, m: int) -> Pick:
@@ -170,11 +184,11 @@ class Table:
             base = self._base() or _unmeasured(self.baseline, self.baseline_kernel)
             reason = self._refusal(base, problem)
             if reason is not None:
-                note = f"not even {self.baseline} takes it: {reason}"
-                return Pick(None, note=note, rejected=tuple(rejected))
-            note = self._miss_words(m)
-            predicted = self._predicted(m, problem, note, base)
-            return predicted or Pick(base, note=note, rejected=tuple(rejected))
+                words = f"not even {self.baseline} takes it: {reason}"
+                return Pick(None, why_missed=lambda: words, rejected=tuple(rejected))
+            why = functools.partial(self._miss_words, m)
+            predicted = self._predicted(m, problem, why, base)
+            return predicted or Pick(base, why_missed=why, rejected=tuple(rejected))
         if self.lacks_padded(m):
             reason = (
                 f"bf16 of rows padded to {self.padded} was not measured; bf16 of unaligned rows is "
@@ -198,14 +212,14 @@ class Table:
         return Pick(*chosen, names, tuple(rejected))
 
     def _predicted(
-        self, m: int, problem: Problem, note: str, base: Candidate | None
+        self, m: int, problem: Problem, why_missed: Callable[[], str], base: Candidate | None
     ) -> Pick | None:
         """The choice by predicted times, where no kernel has a measured one; None if there is none.
 
         Args:
             m: Asked for.
             problem: At an m like it.
-            note: Why nothing measured answers.
+            why_missed: As of `Pick`.
             base: What runs where a prediction is shown only.
         """
         forecast = self.forecast
@@ -220,7 +234,7 @@ class Table:
             return None
         chosen, prediction = found
         if prediction.transferred_from:
-            return Pick(base, note=note, rejected=self.rejected, prediction=prediction)
+            return Pick(base, why_missed=why_missed, rejected=self.rejected, prediction=prediction)
         for name in legal - {chosen.name}:
             words = f"predicted {forecast.time_us(name, m):.2f} us"
             if name == prediction.quantizing:
@@ -228,7 +242,9 @@ class Table:
             rejected[name] = words
         others = {name: why for name, why in self.rejected if name not in rejected}
         others |= {name: why for name, why in rejected.items() if why is not None}
-        return Pick(chosen, rejected=tuple(others.items()), note=note, prediction=prediction)
+        return Pick(
+            chosen, rejected=tuple(others.items()), why_missed=why_missed, prediction=prediction
+        )
 
     def kernel_at(self, m: int) -> Kernel | None:
         """The chosen kernel; None if there is none, or it is not registered here."""
@@ -311,8 +327,8 @@ class Table:
 
         Kernels of libraries are excluded from the latter: nothing is known of them at this problem.
         """
-        note = self._miss_words(m)
-        predicted = self._predicted(m, problem, note, None)
+        why: Callable[[], str] = functools.partial(self._miss_words, m)
+        predicted = self._predicted(m, problem, why, None)
         if predicted is not None:
             return predicted
         if self.budget is not None:
@@ -324,10 +340,14 @@ class Table:
             if known:
                 sign = -1 if limit == "sqnr_db" else 1
                 best = min(known, key=lambda c: (sign * c.errors[limit], c.name))
-                note = f"no kernel is within {self.budget}; the most accurate is taken"
-                return Pick(best, note=note, rejected=tuple(rejected), is_too_strict=True)
+                words = f"no kernel is within {self.budget}; the most accurate is taken"
+                return Pick(best, why_missed=lambda: words, rejected=tuple(rejected),
+                            is_too_strict=True)  # fmt: skip
             if usable:
-                note = f"no error is known of what was timed there: nothing is within {self.budget}"
+                missing = (
+                    f"no error is known of what was timed there: nothing is within {self.budget}"
+                )
+                why = functools.partial(str, missing)
 
         def order(kernel: Kernel) -> tuple[bool, bool, int, bool, str]:
             is_unmeasured = self.device.architecture in kernel.unmeasured
@@ -342,8 +362,8 @@ class Table:
             if not kernel.libraries and kernel.lacks(self.needs) is None:
                 candidate = _unmeasured(kernel.name, kernel)
                 if self._refusal(candidate, problem) is None:
-                    return Pick(candidate, note=note, rejected=tuple(rejected))
-        return Pick(None, note=note, rejected=tuple(rejected))
+                    return Pick(candidate, why_missed=why, rejected=tuple(rejected))
+        return Pick(None, why_missed=why, rejected=tuple(rejected))
 
     def _miss_words(self, m: int) -> str:
         if self.origin is not None:
@@ -361,7 +381,7 @@ class Table:
                 f"m={nearest} (m differs)"
             )
         no_fp8 = self.device.is_gpu and self.device.architecture not in FP8_GPUS
-        return self.instead or (
+        return self.instead() or (
             f"nothing was measured at {sizes_of(self.problem)}, {self.regime}, on "
             f"{self.device.product}"
             + (f"; {self.device.architecture} does not multiply FP8: all is bf16" * no_fp8)
@@ -379,8 +399,9 @@ class FrozenTable(Table):
     def pick(self, m: int) -> Pick:
         place = bisect_right(self.breakpoints, m) - 1
         name = self.winners[place]
-        note = f"dispatch had no answer for it in {self.origin}" if self.misses[place] else ""
-        return Pick(_unmeasured(name, self.kernels[place]) if name else None, note=note)
+        words = f"dispatch had no answer for it in {self.origin}"
+        why = (lambda: words) if self.misses[place] else None
+        return Pick(_unmeasured(name, self.kernels[place]) if name else None, why_missed=why)
 
 
 class LooseTable(Table):

@@ -37,6 +37,8 @@ def without_superseded(
     found: Sequence[tuple[Head, str]], place: Callable[[Head], Hashable]
 ) -> list[tuple[Head, str]]:
     """Rows with their words, `OLDER` where the word of another at the same place comes first."""
+    if len({word for _, word in found}) < 2:  # as usual in shipped files: 0.1 s of 95k rows
+        return list(found)
     best: dict[Hashable, str] = {}
     places = [place(head) for head, _ in found]
     for here, (_, word) in zip(places, found, strict=True):

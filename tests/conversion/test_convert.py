@@ -508,7 +508,7 @@ def test_choices_are_plain_data(known: Book) -> None:
     first, *_ = convert(model_of(), 0.06, device=H200).choices
     assert first == {
         "site": "0", "gemm": "output", "n": N, "k": K, "choice": f"bf16, {ROW_KERNEL}",
-        "m": [16, 256, 1024], "us": [2.0, 3.0, 8.0],
+        "eager_choice": f"bf16, {ROW_KERNEL}", "m": [16, 256, 1024], "us": [2.0, 3.0, 8.0],
         "host_us": [None] * 3, "why": "1.39x as fast in geometric mean over m=16..1024",
     }  # fmt: skip
 
@@ -551,7 +551,8 @@ def test_unaligned_layers_are_left_to_a_compiler_that_pads() -> None:
         if regime == "compiled":
             assert all(kernel_at(site.routes[0].text, m) for m in sizes)
             assert "eager calls, in which nothing pads rows, run cuda." in site.routes[0].why
-            assert found.choices[0]["choice"] == "bf16" and ", 0 of 3 products" in repr(found)
+            assert found.choices[0]["choice"] == "bf16" != found.choices[0]["eager_choice"]
+            assert ", 0 of 3 products quantized, 1 more in eager calls only," in repr(found)
     x = torch.randn(256, 479).bfloat16()
     model = nn.Sequential(nn.Linear(479, 1024, bias=False, dtype=torch.bfloat16))
     expected = model(x)
@@ -563,7 +564,9 @@ def test_unaligned_layers_are_left_to_a_compiler_that_pads() -> None:
 
 
 @pytest.mark.parametrize("regime", ["compiled", "compiled-graph", "graph-cold"])
-def test_eager_calls_choose_against_the_unaligned_product(book: Book, regime: str) -> None:
+def test_eager_calls_choose_against_the_unaligned_product(
+    book: Book, regime: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """FP8 is slower than padded bf16 at both m, and faster than unaligned bf16 at one."""
     n, k, wide = 512, 479, 480
     fp8 = "cuda.quantize_row+cuda.scaled_gemm_row"
@@ -584,7 +587,12 @@ def test_eager_calls_choose_against_the_unaligned_product(book: Book, regime: st
     assert all(kernels(found, "0", gemm, (256, 1024)) == ["", fp8] for gemm in GEMMS)
     routes = found.sites["0"].routes
     assert [traced_route(route.text) for route in routes] == ["", "", ""]
-    assert ", 0 of 3 products quantized" in repr(found)
+    assert ", 0 of 3 products quantized, 3 more in eager calls only, " in repr(found)
+    said = [(row["choice"], row["eager_choice"]) for row in found.choices]
+    assert said == [("bf16", f"bf16, {fp8}")] * 3
+    found.table()
+    table = [[word.strip() for word in x.split("│")] for x in capsys.readouterr().out.splitlines()]
+    assert [row[4:6] for row in table if row[0] == "0"] == [["bf16", f"bf16, {fp8}"]] * 3
     assert all(f"nothing pads rows, run {fp8}" in route.why for route in routes)
     assert found.refresh() == []
     assert found.refresh(None) == [f"0/{gemm}" for gemm in GEMMS]

@@ -261,8 +261,9 @@ def test_choices_table_and_repr_say_that_kernels_are_forced(
     found = lokakern.convert(model_of(), kernels={"output": "row", "grad_weight": "bf16"})
     first, second, third, *_ = found.choices
     assert first == {
-        "site": "0", "gemm": "output", "n": N, "k": K, "choice": EMULATED_ROW, "m": [], "us": [],
-        "host_us": [], "why": f"{FORCED}; emulated",
+        "site": "0", "gemm": "output", "n": N, "k": K, "choice": EMULATED_ROW,
+        "eager_choice": EMULATED_ROW, "m": [], "us": [], "host_us": [],
+        "why": f"{FORCED}; emulated",
     }  # fmt: skip
     assert [(row["choice"], row["why"]) for row in (second, third)] == [("bf16", FORCED)] * 2
     words = f"2 of 6 products quantized, kernels {FORCED}"

@@ -872,6 +872,57 @@ def test_a_compiled_declared_group_multiplies_apart() -> None:
     torch.testing.assert_close(compiled(x.clone()), model(x.clone()))
 
 
+class Separate(Branching):
+    """A forward that a trace cannot follow, and a compiler can."""
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        x = x + 1 if len(x) > 1000 else x
+        return [self.query(x), *(head(x) for head in self.heads)]
+
+
+class Traceable(Branching):
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [self.query(x), *(head(x) for head in self.heads)]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("is_converted", [False, True])
+def test_a_declared_group_is_compiled_as_one_graph_with_its_gradients(
+    dynamic: bool, is_converted: bool
+) -> None:
+    model, results = Separate().bfloat16(), []
+    other = copy.deepcopy(model)
+    mods.apply(model, [mods.FuseShared(groups=[GROUP])])
+    if is_converted:
+        lokakern.convert(model, kernels="row")
+    model(torch.randn(5, 16).bfloat16())
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for each in (compiled, other):
+        x = torch.linspace(-1, 1, 80).bfloat16().view(5, 16).requires_grad_()
+        sum(y.square().sum() for y in each(x)).backward()
+        with torch.no_grad():
+            found = each(x)
+        results.append([x.grad, *(p.grad for p in each.parameters()), *found])
+    assert all(map(torch.equal, *results))
+
+
+def test_layers_of_a_declared_group_and_of_a_replaced_forward_are_left_to_it() -> None:
+    model, x = Traceable(), torch.randn(5, 16)
+    expected = model(x)
+    report = mods.apply(model, [mods.FuseShared(groups=[GROUP])])
+    assert [change.site for change in report.changed] == ["fusedlinear_0"]
+    calls: list[int] = []
+    model.fusedlinear_0.register_forward_hook(lambda *_: calls.append(1))
+    torch.testing.assert_close(model(x), expected)
+    assert len(calls) == 1
+    report.undo()
+    model.query.forward = lambda x: functional.linear(x, model.query.weight)
+    (change,) = mods.apply(model, [mods.FuseShared()]).changed
+    assert change.before == "heads.0, heads.1"
+    torch.testing.assert_close(model(x)[0], expected[0] - model.query.bias)
+
+
 def test_a_declared_group_multiplies_apart_under_torch_func() -> None:
     model, x = Branching(), torch.randn(5, 16)
     mods.apply(model, [mods.FuseShared(groups=[GROUP])])

@@ -17,7 +17,7 @@ from lokakern.nn.linear import Linear
 from lokakern.nn.rectified import KERNEL, rectified_between, route_between
 from lokakern.nn.static_handoff import BoundedSequential, set_handoff
 from tests.support import native
-from tests.support.routed_layers import BY_ROW, K, layer_of, rows
+from tests.support.routed_layers import BY_ROW, EAGER_ROUTES, K, layer_of, rows
 
 ALWAYS = f"none;16:0={KERNEL};1:0={KERNEL}"
 ONLY_16 = f"none;16:0={KERNEL};1:0="
@@ -297,11 +297,37 @@ def test_gradients_by_routes_of_a_compiled_layer() -> None:
     assert all(map(torch.equal, *results))
 
 
+@pytest.mark.parametrize("eager", [0, 2])
+def test_a_kernel_of_eager_calls_only_keeps_no_relu_from_compiled_products(eager: int) -> None:
+    model = usual()
+    model[eager] = layer_of(EAGER_ROUTES, n=model[eager].out_features, k=model[eager].in_features)
+    model = model_of(*model)
+    assert [*rectified_between(model)] == [ALWAYS, "", ALWAYS, "", ""]
+    x = rows(32).requires_grad_()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    results = []
+    compiled(x)
+    for each, count in ((compiled, 2), (torch.compile(plain(model), backend="aot_eager"), 0)):
+        x.grad = None
+        y, found = run_of_profile(each, x)
+        assert found == count
+        y.float().square().sum().backward()
+        results.append((y, x.grad))
+    assert all(map(torch.equal, *results))
+    with torch.no_grad():
+        compiled(x)
+        assert run_of_profile(compiled, x)[1] == 2
+        y, count = run_of_profile(model, x)
+        assert torch.equal(y, plain(model)(x)) and count == {0: 1, 2: 1}[eager]
+
+
 def test_dynamic_rows_and_another_mode_of_compilation() -> None:
+    torch._dynamo.reset()
     model = usual()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
     with torch.no_grad():
-        compiled(torch.randn(64, K).bfloat16())
+        compiled(torch.randn(80, K).bfloat16())  # not K rows, which would be one symbol
         for m in (32, 33, 48):
             x = torch.randn(m, K).bfloat16()
             y, count = run_of_profile(compiled, x)

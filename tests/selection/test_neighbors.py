@@ -73,6 +73,20 @@ def test_a_miss_names_measured_neighbors_and_their_arguments(
         assert not ask(**{**kept, **named}).is_miss, "asked so there is an answer"
 
 
+def test_neighbors_of_a_miss_are_searched_for_once_and_only_where_words_are_asked_for(
+    book: Book, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    book.write(bf16_at(epilogue="bias"))
+    searched, search = [], dispatcher.measured_instead
+    monkeypatch.setattr(
+        dispatcher, "measured_instead", lambda *given: searched.append(given) or search(*given)
+    )
+    choice = ask()
+    assert choice.is_miss and choice.kernel == BF16 and not searched
+    assert choice.explain() == choice.explain() and "with bias" in choice.pick.note
+    assert len(searched) == 1
+
+
 def test_equally_near_neighbors_are_all_named(book: Book) -> None:
     book.write(bf16_at(epilogue="bias"), bf16_at(b=ROWS, prepared=True),
                bf16_at(b=WHOLE, prepared=True), bf16_at(epilogue="bias", batch=4),

@@ -137,8 +137,13 @@ class Page:
 
 
 @contextmanager
-def opened(folder: Path) -> Iterator[Page]:
-    """A page of a browser of its own, which keeps its profile in a folder."""
+def opened(folder: Path, *, fonts: Path | None = None) -> Iterator[Page]:
+    """A page of a browser of its own, which keeps its profile in a folder.
+
+    Args:
+        folder: The folder.
+        fonts: A configuration of fontconfig to use in place of the machine's.
+    """
     program = chromium()
     assert program is not None
     theirs, ours = os.pipe(), os.pipe()
@@ -147,9 +152,12 @@ def opened(folder: Path) -> Iterator[Page]:
         command.insert(1, "--no-sandbox")
     # It reads from its file 3 and writes to its file 4.
     shell = ["bash", "-c", f'exec "$@" 3<&{theirs[0]} 4>&{ours[1]}', "bash", *command]
+    environment = {**os.environ, "HOME": str(folder)}
+    if fonts is not None:
+        environment["FONTCONFIG_FILE"] = str(fonts)
     process = subprocess.Popen(
         shell, pass_fds=(theirs[0], ours[1]), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        env={**os.environ, "HOME": str(folder)},
+        env=environment,
     )  # fmt: skip
     os.close(theirs[0])
     os.close(ours[1])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sqlite3
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -577,6 +579,18 @@ def test_a_problem_without_a_kernel_is_not_covered(fresh_file: Path) -> None:
     (times,) = [h for h in held if (h.part, h.of) == ("gemm", "times")]
     # At each shape the other four scales, and those of two prepared forms, were left out.
     assert (times.problems, times.covered, times.missing) == (8, 2, 2 * (4 + 1 + 1))
+
+
+def test_holdings_need_no_garbage_collector(fresh_file: Path) -> None:
+    held = Holdings(load_snapshot([fresh_file]), current_device())
+    assert held.rows()
+    alive = weakref.ref(held)
+    gc.disable()
+    try:
+        del held
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_a_table_of_coverage_is_narrow(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -82,6 +83,28 @@ print(codes)
     ran = python("-c", script(("list", "distributions", "--json"), then=then))
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.splitlines()[-1] == "[0]"
+
+
+def test_the_garbage_collector_never_walks_what_a_command_imports() -> None:
+    then = """
+import gc
+import torch
+assert gc.isenabled()
+walked = {id(found) for found in gc.get_objects()}
+assert not {id(torch.nn.Linear), id(torch.nn.Module.__dict__)} & walked
+print(codes)
+"""
+    ran = python("-c", script(("list", "distributions", "--json"), then=then))
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.splitlines()[-1] == "[0]"
+
+
+def test_a_command_freezes_nothing_where_torch_was_imported_before(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    before = gc.get_freeze_count()
+    app(["list", "distributions"], standalone_mode=False)
+    assert "X1" in capsys.readouterr().out and gc.get_freeze_count() == before
 
 
 @pytest.mark.parametrize("how", ["script", "words", "another module"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import itertools
 import json
 import re
 import sqlite3
@@ -11,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -26,7 +28,7 @@ from lokakern.registry.snapshot.snapshot import Snapshot
 from lokakern.render.html import hash_of
 from lokakern.selection import dispatcher
 from lokakern.types import ErrorBudget, Format, Granularity, Operand, Problem
-from tests.support import browser
+from tests.support import box_font, browser, screenshots
 from tests.support.html_page import HOSTILE
 from tests.support.html_page import Page as Closed
 from tests.support.measurements import BF16, H200, ROW, TENSOR, Book, accuracy, gemm, time
@@ -34,6 +36,8 @@ from tests.support.sharing import made_once, shared_folder
 from tests.support.shipped import H200_FILE
 
 needs_chromium = pytest.mark.skipif(browser.chromium() is None, reason="needs Chromium")
+LOOKS = Path(__file__).parents[2] / "fixtures" / "report_page"
+KEEP = "if the page looks right, run this test with --keep-screenshots, and commit the pictures"
 SHIPPED_OPS = 8  # of the file of an H200; more when it has more
 DRAWN = ("pictures", "held-pictures")
 # All pictures that are drawn when a page is opened.
@@ -207,14 +211,38 @@ def rows_end(survey: Survey, kernel: str) -> list[str]:
     return [light, "0.003", "none 0.03", "measured", row["letter"], kernel, row["note"] or "-"]
 
 
-def test_long_tables_are_truncated_with_a_note(
+def test_what_long_tables_leave_out_is_told(small: Survey, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "left out" not in page_of(small)
+    monkeypatch.setattr(survey_page, "MOST_ROWS", 12)
+    text = page_of(small)
+    times = "12 of 24 times are left out of this page: the slowest kernels of problems with many; "
+    choices = "2 of 14 choices are left out of this page: predicted ones, then those that gain "
+    assert text.count(f"<p>{times}lokakern explore has all.</p>") == 1
+    assert text.count(f'<p data-op="gemm">{choices}') == text.count(f"<p>{choices}") == 1
+    assert "<p>27 of 39 errors are left out" in text
+    assert "Times by kernel and problem (24 rows)" in text and "problem (2 rows)" in text
+    assert f"op and suite ({len(small.holdings)} rows)" in text
+
+
+def test_the_fastest_kernels_of_all_problems_are_kept(
     small: Survey, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "Only the first" not in page_of(small)
-    monkeypatch.setattr(survey_page, "MOST_ROWS", 7)
-    text = page_of(small)
-    assert "Only the first 7 rows are on this page." in text
-    assert "Times by kernel and problem (24 rows)" in text and "problem (2 rows)" in text
+    def kept(most_rows: int, most_times: int) -> list[dict[str, Any]]:
+        monkeypatch.setattr(survey_page, "MOST_ROWS", most_rows)
+        monkeypatch.setattr(survey_page, "MOST_TIMES", most_times)
+        return survey_page._most_telling(small.times)
+
+    assert kept(24, 27) == small.times
+    # Eight problems of gemm: two with 64 columns, where bfloat16 is the fastest and the front.
+    found = kept(10, 27)
+    rows = [row for row in found if row["op"] == "gemm"]
+    assert len(rows) == 10 and len({(row["m"], row["n"], row["k"]) for row in rows}) == 8
+    assert all(row["front"] for row in found if row["op"] == "gemm")
+    assert {row["kernel"] for row in rows if row["n"] == 64} == {BF16}
+    assert sum(row["op"] != "gemm" for row in found) == 3
+    assert found == [row for row in small.times if row in found]
+    rows = kept(24, 11)
+    assert len({(row["op"], row["m"], row["n"], row["k"]) for row in rows}) == len(rows) == 11
 
 
 def hostile_of(survey: Survey) -> Survey:
@@ -282,12 +310,58 @@ def test_a_page_works_in_a_browser(small: Survey, tmp_path: Path) -> None:
         tree = page.call("Accessibility.getFullAXTree")["nodes"]
         names = {n["name"]["value"] for n in tree if "name" in n and not n["ignored"]}
         assert {"Pictures of gemm", "Coverage and staleness"} <= names
+        page.run("""{document.getElementById('pictures').replaceChildren();
+            const s = document.querySelector('#asked [name=op]'); s.value = 'quantize';
+            s.dispatchEvent(new Event('change', {bubbles: true}))}""")
+        page.until(f"{TEXTS}.includes('no errors measured')")
         page.open(hostile)
         page.until(READY)
         assert page.run("document.title").startswith(HOSTILE)
         assert any(HOSTILE in text for text in page.run(TEXTS))
         assert page.run("window.ran") is None
         assert (page.errors, page.requests) == ([], [])
+
+
+def test_screenshots_are_kept_and_compared(tmp_path: Path) -> None:
+    blocks = np.random.default_rng(0).integers(0, 256, (7, 5, 3)).astype(np.uint8)
+    screenshots.keep(tmp_path / "a.png", blocks)
+    kept = screenshots.kept_at(tmp_path / "a.png")
+    assert np.abs(kept.astype(int) - blocks).max() <= screenshots.STEP // 2
+    assert not screenshots.difference(blocks, kept)
+    changed = kept.copy()
+    changed[2:5, :] ^= 128
+    assert "15 of 35 blocks" in screenshots.difference(changed, kept)
+    assert "from (0, 16) to (40, 40)" in screenshots.difference(changed, kept)
+    assert "40 x 48 pixels instead of 40 x 56" in screenshots.difference(blocks[1:], kept)
+
+
+@needs_chromium
+def test_a_page_looks_as_it_did(
+    small: Survey, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    # Suites grow. Predictions make hatched cells.
+    predicted = [row | {"n": n, "k": k, "note": "predicted"} for row in small.choices
+                 if (row["op"], row["n"], row["k"]) == ("gemm", 512, 2048)
+                 for n, k in ((64, 2048), (2048, 512))]  # fmt: skip
+    held = [row for row in small.holdings if not row["part"].startswith("suite ")]
+    path = tmp_path / "small.html"
+    path.write_text(page_of(replace(small, predicted=predicted, holdings=held)), encoding="utf-8")
+    differences = []
+    with browser.opened(tmp_path / "profile", fonts=box_font.configuration(tmp_path)) as page:
+        for theme, width in itertools.product(("light", "dark"), (1400, 420)):
+            page.show(width, theme=theme)
+            page.open(path)
+            page.until(READY)
+            picture = tmp_path / f"{theme}-{width}.png"
+            picture.write_bytes(page.picture())
+            found = screenshots.blocks_of(page, picture.read_bytes())
+            if request.config.getoption("keep_screenshots"):
+                screenshots.keep(LOOKS / picture.name, found)
+            differs = screenshots.difference(found, screenshots.kept_at(LOOKS / picture.name))
+            if differs:
+                differences.append(f"{picture}: {differs}")
+        assert (page.errors, page.requests) == ([], [])
+    assert not differences, "\n".join([*differences, KEEP])
 
 
 TEXTS = "Array.from(document.querySelectorAll('#pictures svg text'), (text) => text.textContent)"
@@ -402,8 +476,8 @@ def test_gaps_are_at_sizes_of_two_or_more_times() -> None:
     assert [p.shape for p in survey._gaps([*rows, quantizing(128, 64)])] == [(128, 1024)]
 
 
-def svg_of(found: Survey, name: str) -> str:
-    op = next(op for op in found.ops if op["op"] == "gemm")
+def svg_of(found: Survey, name: str, of: str = "gemm") -> str:
+    op = next(op for op in found.ops if op["op"] == of)
     base, views = charts.op_pictures(found, op)
     spec = base | views[name] | {"datasets": charts.tables_of(found, op)}
     config = charts.config_of("light")
@@ -447,6 +521,20 @@ def test_points_without_a_place_of_their_own_are_counted(small: Survey) -> None:
     assert ">3 kernels<" in svg_of(small, "fronts")
     unknown = changed(**at, row_err=None)
     assert ">3 kernels, and 2 without a known error<" in svg_of(unknown, "fronts")
+
+
+def test_a_picture_says_that_no_errors_were_measured(small: Survey) -> None:
+    assert ">no errors measured<" in svg_of(small, "fronts", "quantize")
+    assert "measured<" not in svg_of(small, "fronts")
+    at = {"m": 2048, "n": 64, "k": 512}
+    without = [row | {"row_err": None, "front": False} for row in small.times
+               if row.items() >= at.items()]  # fmt: skip
+    others = [row for row in small.times if not row.items() >= at.items()]
+    ops = [op | {"shape": [*at.values()]} for op in small.ops]
+    found = replace(small, ops=ops, times=[*others, *without])
+    assert len(without) == 3 and ">no errors measured<" in svg_of(found, "fronts")
+    never = replace(small, ops=ops, times=others)
+    assert ">nothing measured<" in svg_of(never, "fronts")
 
 
 def test_pictures_need_no_browser(small: Survey, tmp_path: Path) -> None:
