@@ -33,7 +33,7 @@ from lokakern.types import Device, ErrorBudget, Granularity, NormForm
 
 takes_once = functools.lru_cache(maxsize=4096)(takes)
 ChainSites = tuple[str, ...]  # names of the layers of a chain, which tell it
-OFF = "it did not gain when the model was tuned"
+OFF = "tuning, or a limit of the loss, gave it up"
 _SEQUENCES = (nn.Sequential, BoundedSequential)
 
 

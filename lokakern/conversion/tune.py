@@ -26,6 +26,7 @@ import torch
 
 from lokakern import native, progress
 from lokakern.conversion import tuning_file
+from lokakern.conversion.chain_spans import OFF
 from lokakern.conversion.paired_timing import (
     FEWEST_ROUNDS,
     Ratio,
@@ -234,12 +235,7 @@ def apply_tuning(conversion: Conversion, file: tuning_file.TuningFile) -> None:
     for name, gemm in file.dropped:
         by_gemm[gemm].add(name)
     routes = {
-        name: tuple(
-            as_plain(r, "it did not gain when the model was tuned")
-            if name in by_gemm[r.gemm]
-            else r
-            for r in site.routes
-        )
+        name: tuple(as_plain(r, OFF) if name in by_gemm[r.gemm] else r for r in site.routes)
         for name, site in conversion.sites.items()
     }
     changed = {name: new for name, new in routes.items() if new != conversion.sites[name].routes}

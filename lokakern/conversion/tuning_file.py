@@ -37,7 +37,7 @@ from lokakern.version import __version__
 if TYPE_CHECKING:
     from lokakern.conversion.convert import Conversion
 
-FORMAT, VERSION = "lokakern tuning", 3
+FORMAT, VERSION = "lokakern tuning", 4
 LARGEST_FILE_BYTES = 16 * 2**20  # 10 000 layers
 _REMEDY = "tune again, and save"
 
@@ -90,7 +90,7 @@ class TuningFile(Struct, forbid_unknown_fields=True, frozen=True):
     kernels: dict[_Name, _Name]
     sites: Annotated[list[TunedSite], Meta(max_length=100_000)]
     chains: Annotated[list[TunedChain], Meta(max_length=100_000)]
-    has_relus: bool  # whether products apply relus, and gradients behind layers are joined
+    has_relus: bool  # relus in products, gradients behind layers in one op, forms of layers
     digest: _Name = ""
 
     @property

@@ -44,7 +44,7 @@ class Group:
 
     Attributes:
         gemm: "output", "grad_input" or "grad_weight"; "chain" for equal chains; "relu" for all
-            products that apply the relu behind them.
+            products that apply the relu behind them, and for all else of that kind.
         n: Outputs of the layers, or of the last layer of a chain; None if they differ.
         k: Inputs of the layers, or of the first layer of a chain; None if they differ.
         kernels: Names of the kernels in the step.
@@ -139,7 +139,7 @@ def _relu_groups(conversion: Conversion, rows: Rows) -> list[Group]:
         kernels.append(GRADIENT_KERNEL)
         found |= joined
     if formed := {name: list(rows[name]) for name in conversion.forms if rows.get(name)}:
-        kernels = kernels or [OTHER_FORM]
+        kernels.append(OTHER_FORM)
         found |= formed
     if not found:
         return []

@@ -22,14 +22,13 @@ from torch.compiler import is_exporting
 from torch.nn import Parameter
 
 from lokakern.nn.bias_gradient import AddedBias
-from lokakern.nn.norm_gradient import is_fast, takes
+from lokakern.nn.norm_gradient import CHUNK, is_fast, takes
 from lokakern.nn.routed_matmul import is_constant, quantizes_at, traced_route
 
 if TYPE_CHECKING:
     from lokakern.nn.linear import Linear
 
 DOT, SUMS = "dot", "sums"
-DOT_DEVICES = ("cuda",)  # types for which a compiler's code of it was timed
 
 
 def form_of(layer: Linear) -> str:
@@ -63,16 +62,18 @@ def form_at(
         return ""
     if torch._C._are_functorch_transforms_active() or is_exporting():
         return ""
-    if form == DOT:
-        return "" if plan or device not in DOT_DEVICES else form
-    from lokakern.nn.inductor import fuse_quantizers  # its import takes 2 s
-
-    fuse_quantizers()
+    if form == DOT:  # timed on the same GPUs
+        return form if not plan and columns == 1 and is_fast(CHUNK, device) else ""
     flags, _, _, *gradients = plan.split("\0") if plan else ("", "", "")
     routes = tuple(map(traced_route, gradients))
     if flags or (any(routes) if m < 0 else quantizes_at(routes, m)):
         return ""
-    return form if is_fast(columns, device) else ""
+    if not is_fast(columns, device):
+        return ""
+    from lokakern.nn.inductor import fuse_quantizers  # its import takes 2 s
+
+    fuse_quantizers()
+    return form
 
 
 def multiply_in_form(layer: Linear, x: Tensor, input_scale: str) -> Tensor | None:
@@ -96,7 +97,10 @@ def multiply_in_form(layer: Linear, x: Tensor, input_scale: str) -> Tensor | Non
         return None
     m = x.numel() // x.shape[-1]  # the size of a shape is no symbol in torch.export
     m = m if is_constant(m) else -1
-    given = form, layer._plan, m, layer.out_features, x.dtype, weight.dtype, x.device.type
+    n = weight.shape[0]  # of a weight that was replaced, too
+    if bias is not None and bias.shape != (n,):
+        return None
+    given = form, layer._plan, m, n, x.dtype, weight.dtype, x.device.type
     if not form_at(*given):
         return None
     if form == DOT:

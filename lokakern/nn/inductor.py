@@ -275,7 +275,8 @@ def _is_generated(ir: Any, x: Any) -> bool:
 def _is_read_in_order(ir: Any, graph: Any, x: Any) -> bool:
     """Whether a kernel of Inductor that computes x reads along the rows of memory.
 
-    It also computes what x is made of, as far as that is no result of a library or a reduction.
+    It also computes what x is made of, as far as that is no result of a library or a reduction. Of
+    a view of x this is not asked: a gradient is usually reshaped, which keeps the order.
     """
     while isinstance(x, ir.TensorBox | ir.StorageBox | ir.BaseView | ir.ComputedBuffer):
         x = x.data

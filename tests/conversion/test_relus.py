@@ -185,7 +185,12 @@ def test_tuning_decides_about_gradients_behind_layers_with_relus(
     with_gradients(known)
     found, handle, _ = tuned(cost_of(2.0))
     group = next(t.group for t in found.groups if t.group.gemm == "relu")
-    assert group.kernels == (KERNEL, GRADIENT_KERNEL) and group.sites == ("4", "0", "2", "6")
+    assert group.kernels == (KERNEL, GRADIENT_KERNEL, OTHER_FORM) and group.sites == (
+        "4",
+        "0",
+        "2",
+        "6",
+    )
     assert handle.joined == dict.fromkeys("024", "none relu")
     found.save(tmp_path / "tuned.json")
     assert GRADIENT_KERNEL in (tmp_path / "tuned.json").read_text()
@@ -206,9 +211,8 @@ def test_gradients_behind_layers_are_joined_in_training_where_their_kernel_was_t
     assert handle.joined == {"0": "layer relu", "3": "none relu"}
     assert handle.forms == {"0": SUMS, "3": SUMS, "5": DOT}
     for options in ({"inference": True}, {"between": False}):
-        assert not convert(normed(), 0.06, **options).joined
-    for options in ({"inference": True}, {"between": False}):
-        assert not convert(normed(), 0.06, **options).forms
+        other = convert(normed(), 0.06, **options)
+        assert not other.joined and not other.forms
     assert not convert(normed(), kernels="row").forms
     assert not convert(normed().float(), 0.06).forms
     handle.use_routes({}, has_relus=False)  # as tuning decides

@@ -103,7 +103,7 @@ def test_a_chain_that_loses_is_off_and_its_products_are_tried(book: Book) -> Non
     assert "chain" not in repr(handle)
     row = handle.choices[-1]
     assert (row["gemm"], row["choice"], row["m"]) == ("chain", "off", [])
-    assert "0 to 2 (it did not gain when the model was tuned): chain of" in handle.explain("0")
+    assert "0 to 2 (tuning, or a limit of the loss, gave it up): chain of" in handle.explain("0")
     handle.refresh()
     assert is_chained(model)
 

@@ -41,7 +41,8 @@ def compile_ahead(
         made: Makes the processes; None: each compiles one cell.
     """
     threads = max(1, (os.cpu_count() or 1) // jobs)
-    with (made or _processes)(jobs) as executor:
+    executor = (made or _processes)(jobs)
+    try:
         asked = {
             executor.submit(
                 compile_one, cell, tuple(modes), device, budget, threads, database
@@ -56,6 +57,8 @@ def compile_ahead(
                 why = f": {status_and_reason(error)[1]}"
             say(f"compiled {place + 1}/{len(asked)}: {cell.model}, batch {cell.batch}, "
                 f"{cell.step}{why}")  # fmt: skip
+    finally:
+        executor.shutdown(cancel_futures=True)  # after an interruption
 
 
 def compile_one(

@@ -313,10 +313,6 @@ def test_no_cell_begins_after_the_time_limit(
     assert left == first and len(asked) == 1
 
 
-class Together(concurrent.futures.ThreadPoolExecutor):
-    """Threads in place of processes."""
-
-
 @pytest.mark.usefixtures("tiny")
 def test_cells_are_compiled_before_they_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
@@ -349,7 +345,13 @@ def test_a_cell_that_fails_to_compile_is_told(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(ahead, "compile_one", compiled)
     ahead.compile_ahead(
-        asked, "cuda", 0.06, 2, database="mine.sqlite", say=told.append, made=Together
+        asked,
+        "cuda",
+        0.06,
+        2,
+        database="mine.sqlite",
+        say=told.append,
+        made=concurrent.futures.ThreadPoolExecutor,
     )
     assert len(told) == 2 and sum("KeyError" in text for text in told) == 1
     assert told[-1].startswith("compiled 2/2: ")
