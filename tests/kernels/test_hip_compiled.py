@@ -26,6 +26,7 @@ from tests.support.hip_compiler import (
     needs_clang,
 )
 from tests.support.machine_code import LOCAL_BYTES
+from tests.support.whole_kernel import whole_kernel
 
 RECORDED = KERNELS / "resources.json"
 LARGEST = {
@@ -55,6 +56,7 @@ ON_GPUS = [  # powers of two are for the GPU that multiplies with them
     if gpu == "gfx950"
     or not {("GROUP", 32), ("COLUMNS_OF_SCALE", 32), ("SCALES", 2)} & set(macros.items())
 ]
+DEPTHS = (256, 1024, 4096)  # k for which whole kernels are counted
 # Registered kernels that launch a variant, by the macros that tell them apart.
 LAUNCHED_BY: dict[str, tuple[tuple[str, ...], dict[tuple[int, ...], list[str]]]] = {
     "quantize": (("GROUP",), {
@@ -86,12 +88,27 @@ def assembly(gpu: str, number: int) -> str:
     return compiled(gpu, KERNELS / f"{kernel}.hip", macros)
 
 
+def products(gpu: str, number: int) -> int:
+    """Matrix instructions of a wave for 128 of k."""
+    kernel, macros = VARIANTS[number]
+    if kernel not in ("scaled_gemm", "gemm_norm"):
+        return 0
+    sums = macros.get("TILE_M", 64) * macros["TILE_N"] // 4
+    return sums // 256 * (4 if gpu == "gfx942" else 1)  # of 16 x 16 sums, and 32 or 128 of k
+
+
 def resources(gpu: str, number: int) -> dict[str, Any]:
     """Resources of a variant, and the registered kernels that launch it."""
     kernel, macros = VARIANTS[number]
     telling, names = LAUNCHED_BY[kernel]
     launched_by = [f"hip.{name}" for name in names[tuple(macros[name] for name in telling)]]
-    return {"kernels": launched_by, **machine_code.resources(assembly(gpu, number), gpu)}
+    text, each_step = assembly(gpu, number), products(gpu, number)
+    found = machine_code.resources(text, gpu)
+    whole = {
+        f"k={k}": whole_kernel(text, k // 128 * each_step, found["occupancy"])
+        for k in (DEPTHS if each_step else ())
+    }
+    return {"kernels": launched_by, **found, "whole": whole}
 
 
 def check_instructions(gpu: str, number: int) -> None:
@@ -108,19 +125,13 @@ def check_instructions(gpu: str, number: int) -> None:
     # (acc * sa) * sb: sa * sb underflows
     assert instructions.products_of_loads(code) == []
 
-    products = 0
-    if kernel == "scaled_gemm":
-        products = macros["TILE_M"] * macros["TILE_N"] // 4
-    elif kernel == "gemm_norm":
-        products = 16 * macros["TILE_N"]
-    # 16 x 16 sums and 128 of k: in the loop, and in the last step, which comes after it
-    each_step = products // 256 * (4 if gpu == "gfx942" else 1)
+    each_step = products(gpu, number)  # in the loop, and in the last step, which comes after it
     assert counted[MATRIX[gpu]] == 2 * each_step
     assert sum(map(counted.__getitem__, machine_code.matrices(counted))) == 2 * each_step
     found = machine_code.resources(text, gpu)["matrix"]
-    assert found == ({MATRIX[gpu]: each_step} if products else {})
+    assert found == ({MATRIX[gpu]: each_step} if each_step else {})
     one_stage = kernel == "gemm_norm" and gpu == "gfx942" and macros["TILE_N"] > 192
-    assert counted["s_barrier"] == (0 if not products else 4 if one_stage else 2)
+    assert counted["s_barrier"] == (0 if not each_step else 4 if one_stage else 2)
 
     conversions = {name for name in counted if re.search("(fp8|bf8)_f32|f32_(fp8|bf8)$", name)}
     own, other = LARGEST[gpu], LARGEST[GPUS[gpu == GPUS[0]]]

@@ -55,6 +55,16 @@ def test_matrix_instructions_are_in_loops_and_scratch_is_unused() -> None:
             assert row["matrix"] is None and row["mfma_share"] is None, row
 
 
+def test_whole_kernels_are_counted_where_hip_multiplies() -> None:
+    for row in resources.resource_rows():
+        shares = [row[f"share_k{k}"] for k in (256, 1024, 4096)]
+        if not row["kernel"].startswith(tuple(f"hip.{name}" for name in PRODUCTS)):
+            assert shares == [None] * 3, row
+            continue
+        assert 0 < shares[0] < shares[1] < shares[2] < row["mfma_share"], row
+        assert row["matrix_k4096"] == 4 * row["matrix_k1024"] == 16 * row["matrix_k256"], row
+
+
 def test_table_csv_and_json_agree(capsys: pytest.CaptureFixture[str]) -> None:
     rows = json.loads(run(capsys, "--json")[1])
     read = list(csv.DictReader(io.StringIO(run(capsys, "--format", "csv")[1])))
