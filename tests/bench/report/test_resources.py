@@ -65,6 +65,22 @@ def test_whole_kernels_are_counted_where_hip_multiplies() -> None:
         assert row["matrix_k4096"] == 4 * row["matrix_k1024"] == 16 * row["matrix_k256"], row
 
 
+@pytest.mark.parametrize(
+    ("architecture", "tile", "least"), [("gfx942", 128, 0.60), ("gfx950", 256, 0.65)]
+)
+def test_most_cycles_of_the_largest_tile_multiply(
+    architecture: str, tile: int, least: float
+) -> None:
+    """At k = 1024, and while they do, nothing is waited for."""
+    (row,) = [
+        row
+        for row in resources.resource_rows()
+        if (row["kernel"], row["architecture"]) == ("hip.scaled_gemm_row", architecture)
+        and row["variant"] == f"TILE_M={tile} TILE_N={tile} SCALES=0"
+    ]
+    assert row["share_k1024"] >= least and row["loop_waits_k1024"] == 0
+
+
 def test_table_csv_and_json_agree(capsys: pytest.CaptureFixture[str]) -> None:
     rows = json.loads(run(capsys, "--json")[1])
     read = list(csv.DictReader(io.StringIO(run(capsys, "--format", "csv")[1])))
