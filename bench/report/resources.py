@@ -30,12 +30,15 @@ COLUMNS = {
     "occupancy": "occupancy",
     "mfma_share": "matrix_share",
 }
+# What is counted of a whole kernel, for each depth: cycles by what executes them, and the share of
+# matrix instructions in them. Triton's kernels are counted in their loops only.
+DEPTHS = ("k=256", "k=1024", "k=4096")
+WHOLE = ("matrix", "vector", "scalar", "local", "memory", "waits", "loop_waits", "share")
 # Columns that fit a terminal of 100 characters.
-BRIEF = ("kernel", "variant", "architecture", "matrix", "vgpr", "occupancy", "mfma_share")
+BRIEF = ("kernel", "variant", "architecture", "matrix", "occupancy", "mfma_share", "share_k1024")
 NOTE = (
-    "occupancy in waves of a SIMD; mfma_share is counted, in the main loop only "
-    "(kernels/hip/README.md); "
-    "--format csv has all columns"
+    "occupancy in waves of a SIMD; mfma_share is counted in the main loop, share_k1024 in the "
+    "whole kernel (kernels/hip/README.md); --format csv has all columns"
 )
 
 
@@ -84,8 +87,18 @@ def _read(recorded: dict[str, Any]) -> Iterator[Row]:
                     "architecture": architecture,
                     "matrix": _matrix(found["matrix"]),
                     **{column: found[name] for column, name in COLUMNS.items()},
+                    **_whole(found.get("whole", {})),
                     "compiler": compiler,
                 }
+
+
+def _whole(counted: dict[str, dict[str, float]]) -> Row:
+    """Such as share_k1024."""
+    return {
+        f"{name}_{depth.replace('=', '')}": counted.get(depth, {}).get(name)
+        for depth in DEPTHS
+        for name in WHOLE
+    }
 
 
 def _matrix(instructions: dict[str, int]) -> str | None:

@@ -15,6 +15,7 @@
 typedef unsigned int Words4 __attribute__((ext_vector_type(4)));
 typedef int Words8 __attribute__((ext_vector_type(8)));
 typedef float Floats4 __attribute__((ext_vector_type(4)));
+typedef float Floats2 __attribute__((ext_vector_type(2)));
 
 #if defined(__gfx942__)
 #define LARGEST_FP8 240.0f
@@ -29,6 +30,12 @@ constexpr int WAVE = 64;
 static __device__ inline int thread_index() { return __builtin_amdgcn_workitem_id_x(); }
 static __device__ inline int block_index() { return __builtin_amdgcn_workgroup_id_x(); }
 static __device__ inline int lane_index() { return thread_index() % WAVE; }
+
+// A number that is the same in all lanes of a wave, for the compiler to keep once for all of them.
+static __device__ inline int uniform(int value) { return __builtin_amdgcn_readfirstlane(value); }
+
+// No instruction crosses this: what is loaded before is under way, what waits after comes last.
+static __device__ inline void keep_order() { __builtin_amdgcn_sched_barrier(0); }
 
 // Waits for all threads of a block, and for what they wrote to local memory.
 static __device__ inline void barrier() {
@@ -53,6 +60,22 @@ static __device__ inline Words4 load_16_bytes(const void* from) {
 static __device__ inline float value_across(float value, int distance) {
     const int from = (lane_index() ^ distance) << 2;
     return float_of(__builtin_amdgcn_ds_bpermute(from, static_cast<int>(bits_of(value))));
+}
+
+// --- bfloat16
+
+// Two numbers in a word, the first in its low half: to nearest even, NaN to a quiet one.
+static __device__ inline unsigned bfloat16_pair(float first, float second) {
+#if defined(__gfx950__) && defined(__AMDGCN__)
+    typedef __bf16 Pair __attribute__((ext_vector_type(2)));
+    return __builtin_bit_cast(unsigned, __builtin_convertvector((Floats2{first, second}), Pair));
+#else
+    unsigned halves[2] = {bits_of(first), bits_of(second)};
+    for (unsigned& half : halves) half += 0x7fff + (half >> 16 & 1);
+    halves[0] = first == first ? halves[0] : 0x7fc00000u;
+    halves[1] = second == second ? halves[1] : 0x7fc00000u;
+    return halves[1] >> 16 << 16 | halves[0] >> 16;
+#endif
 }
 
 // --- FP8
@@ -83,15 +106,17 @@ static __device__ inline float decoded(unsigned word) {
 // holds 32 bytes of row lane % 16 of both: 16 from 16 * (lane / 16) on, and 16 from 64 further; of the
 // sums rows 4 * (lane / 16) to + 3 of x, and row lane % 16 of y.
 #if defined(__gfx942__)
+constexpr int INSTRUCTIONS = 4;  // of a product: each adds 32 of the 128 bytes
+static __device__ inline Floats4 multiply_part(Words8 x, Words8 y, Floats4 sums, int part) {
+    const auto eight = [part](Words8 from) {
+        return static_cast<long>(
+            static_cast<unsigned long>(static_cast<unsigned>(from[2 * part + 1])) << 32 |
+            static_cast<unsigned>(from[2 * part]));
+    };
+    return __builtin_amdgcn_mfma_f32_16x16x32_fp8_fp8(eight(x), eight(y), sums, 0, 0, 0);
+}
 static __device__ inline Floats4 multiply(Words8 x, Words8 y, Floats4 sums) {
-    for (int part = 0; part < 4; ++part) {
-        const auto eight = [part](Words8 from) {
-            return static_cast<long>(
-                static_cast<unsigned long>(static_cast<unsigned>(from[2 * part + 1])) << 32 |
-                static_cast<unsigned>(from[2 * part]));
-        };
-        sums = __builtin_amdgcn_mfma_f32_16x16x32_fp8_fp8(eight(x), eight(y), sums, 0, 0, 0);
-    }
+    for (int part = 0; part < INSTRUCTIONS; ++part) sums = multiply_part(x, y, sums, part);
     return sums;
 }
 #else
@@ -104,8 +129,12 @@ static __device__ inline Floats4 multiply_scaled(
     return __builtin_amdgcn_mfma_scale_f32_16x16x128_f8f6f4(
         x, y, sums, 0, 0, 0, x_scale, 0, y_scale);
 }
+constexpr int INSTRUCTIONS = 1;
 static __device__ inline Floats4 multiply(Words8 x, Words8 y, Floats4 sums) {
     return multiply_scaled(x, y, sums, ONE_E8M0, ONE_E8M0);
+}
+static __device__ inline Floats4 multiply_part(Words8 x, Words8 y, Floats4 sums, int) {
+    return multiply(x, y, sums);
 }
 #endif
 
@@ -119,31 +148,94 @@ static __device__ inline void settle(Floats4& sums) {
 
 // --- copies to local memory
 
-// COUNT times 16 bytes a thread, from anywhere to where consecutive lanes lie side by side. They
-// are on their way from `begin` to `end`; gfx950 brings them past the registers.
+// So many bytes of memory from an address on, 2^31 at most; what lies past them is not read, and
+// anything comes instead.
+constexpr unsigned NOWHERE = 1u << 31;  // from any offset in a buffer
+class Buffer {
+public:
+    __device__ inline Buffer(const void* data, unsigned bytes)
+        : resource_(__builtin_amdgcn_make_buffer_rsrc(
+              const_cast<void*>(data), 0, static_cast<int>(bytes), RAW)) {}
+
+    __device__ inline unsigned load_byte(unsigned offset) const {
+        return __builtin_amdgcn_raw_buffer_load_b8(resource_, offset, 0, 0);
+    }
+    __device__ inline unsigned load_2_bytes(unsigned offset) const {
+        return __builtin_amdgcn_raw_buffer_load_b16(resource_, offset, 0, 0);
+    }
+    __device__ inline unsigned load_4_bytes(unsigned offset) const {
+        return __builtin_amdgcn_raw_buffer_load_b32(resource_, offset, 0, 0);
+    }
+    // Four words, each within the end or past it.
+    __device__ inline Words4 load_16_bytes(unsigned offset) const {
+        return __builtin_amdgcn_raw_buffer_load_b128(resource_, offset, 0, 0);
+    }
+#if !defined(__gfx942__)
+    // 16 bytes from SHIFT further on, past the registers, to where lanes lie side by side from SHIFT
+    // behind `to` on. SHIFT is less than 4096.
+    template <int SHIFT>
+    __device__ inline void copy_16_bytes(unsigned offset, Words4* to) const {
+        typedef __attribute__((address_space(3))) void Local;
+        __builtin_amdgcn_raw_ptr_buffer_load_lds(resource_, (Local*)to, 16, offset, 0, SHIFT, 0);
+    }
+#endif
+
+private:
+    static constexpr int RAW = 0x00027000;  // 32 bits an element, no structure, no swizzle
+    __amdgpu_buffer_rsrc_t resource_;
+};
+
+// COUNT times 16 bytes a lane from memory to COUNT times WAVE places side by side. They are on their
+// way from `begin` on. gfx942 holds them in registers until `put`; on gfx950 they pass the registers,
+// and `wait` waits for them.
 template <int COUNT>
 class Copies {
 public:
-    __device__ inline void begin(int number, const void* from, Words4* to) {
+    // `place`: the first offset of a lane for each copy.
+    template <typename Place>
+    __device__ inline Copies(const unsigned char* data, unsigned bytes, Place place)
+        : from_(data - BEFORE, bytes + BEFORE) {
+        for (int i = 0; i < COUNT; ++i) offsets_[i] = place(i) + BEFORE - shift(i);
+    }
+    // The next time it begins so many bytes further; by `NOWHERE`, it reads nothing. Each lane has its
+    // whole offset: whether one that all lanes share counts against the end, the manual and the
+    // compiler's documentation disagree.
+    __device__ inline void begin(Words4* to, unsigned further) {
 #if defined(__gfx942__)
-        held_[number] = load_16_bytes(from);
+        for (int i = 0; i < COUNT; ++i) held_[i] = from_.load_16_bytes(offsets_[i]);
 #else
-        typedef __attribute__((address_space(1))) void Global;
-        typedef __attribute__((address_space(3))) void Local;
-        __builtin_amdgcn_global_load_lds(
-            (Global*)from, (Local*)(to - lane_index()), 16, 0, 0);
+        copy<0>(to);
+#endif
+        for (unsigned& offset : offsets_) offset += further;
+    }
+    __device__ inline void put(Words4* to) {
+#if defined(__gfx942__)
+        for (int i = 0; i < COUNT; ++i) to[i * WAVE + lane_index()] = held_[i];
 #endif
     }
-    __device__ inline void end(int number, Words4* to) {
-#if defined(__gfx942__)
-        *to = held_[number];
-#else
-        if (number == COUNT - 1) __builtin_amdgcn_s_waitcnt(0x0f70);  // vmcnt(0)
+    __device__ inline void wait() {
+#if !defined(__gfx942__)
+        __builtin_amdgcn_s_waitcnt(0x0f70);  // vmcnt(0)
 #endif
     }
 
 private:
 #if defined(__gfx942__)
+    static constexpr int BEFORE = 0;
+    static constexpr int shift(int) { return 0; }
     Words4 held_[COUNT];
+#else
+    // One instruction adds the same shift to both addresses: so four copies share one base in local
+    // memory, and what is added to the offset in memory is taken away before.
+    static constexpr int shift(int number) { return number % 4 * WAVE * 16; }
+    static constexpr int BEFORE = COUNT > 1 ? 3 * WAVE * 16 : 0;
+
+    template <int NUMBER>
+    __device__ inline void copy(Words4* to) {
+        from_.template copy_16_bytes<shift(NUMBER)>(offsets_[NUMBER], to + NUMBER / 4 * 4 * WAVE);
+        if constexpr (NUMBER + 1 < COUNT) copy<NUMBER + 1>(to);
+    }
 #endif
+    Buffer from_;
+    unsigned offsets_[COUNT];
 };

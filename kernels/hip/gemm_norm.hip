@@ -14,8 +14,15 @@
 // 3 silu), OUT (0 bfloat16, 1 FP8 with scales of rows, 2 of 1x128, 3 a given one).
 #include "products.hpp"
 
-constexpr int THREADS = 256, TILE_M = 64, ACROSS = TILE_N / 16;
-constexpr int COPIES = (TILE_M + TILE_N) * PARTS / THREADS;
+constexpr int WAVES = 4, TILE_M = 64, ACROSS = TILE_N / 16;
+constexpr int AHEAD = 4;  // fragments of b
+constexpr int GROUPS = (TILE_N + 127) / 128;  // of columns under one scale
+
+struct Scales {
+#if BY_GROUP
+    float of_a, of_b[GROUPS];
+#endif
+};
 
 // Of a row, whose columns four lanes share.
 static __device__ inline float sum_of_row(float value) {
@@ -61,54 +68,72 @@ extern "C" __global__ __launch_bounds__(256) void gemm_norm(
     __shared__ Words4 stages[STAGES][(TILE_M + TILE_N) * PARTS];
     const int first_m = block_index() * TILE_M, steps = (k + STEP - 1) / STEP;
     const int thread = thread_index(), lane = thread % WAVE;
-    const int quarter = lane / 16, line = lane % 16, wave_m = thread / WAVE * 16;
+    const int wave = uniform(thread / WAVE), wave_m = 16 * wave;
+    const int quarter = lane / 16, line = lane % 16;
     const int row = first_m + wave_m + line;
     const int known_row = row < m ? row : m - 1;
 
-    Copies<COPIES> copies;
-    const Operand left_rows{a, first_m, m - 1, a_stride}, right_rows{b, 0, n - 1, b_stride};
+    const auto same = [](int some) { return some; };
+    const int rows = m - first_m < TILE_M ? m - first_m : TILE_M;
+    Rows<TILE_M, WAVES> left_rows(
+        a + static_cast<long>(first_m) * a_stride, rows, a_stride, k, wave, same);
+    Rows<TILE_N, WAVES> right_rows(b, n, b_stride, k, wave, same);
     const auto begin = [&](int step) {
-        for (int i = 0; i < COPIES; ++i) {
-            const int place = i * THREADS + thread;
-            copies.begin(
-                i, source_of(left_rows, right_rows, TILE_M, place, step, k),
-                &stages[step % STAGES][place]);
-        }
+        left_rows.begin(stages[step % STAGES], false);
+        right_rows.begin(stages[step % STAGES] + TILE_M * PARTS, false);
     };
     const auto end = [&](int step) {
         if (STAGES == 1) barrier();  // all have read what is overwritten
-        for (int i = 0; i < COPIES; ++i) copies.end(i, &stages[step % STAGES][i * THREADS + thread]);
+        left_rows.put(stages[step % STAGES]);
+        right_rows.put(stages[step % STAGES] + TILE_M * PARTS);
+        left_rows.wait();
+        right_rows.wait();
         barrier();
     };
 
+    Scales scales;  // of a step, which wait in registers for their turn
+    const auto load_scales = [&](int step) {
+#if BY_GROUP
+        scales.of_a = a_scale[step * a_scale_stride + known_row];
+        for (int group = 0; group < GROUPS; ++group)
+            scales.of_b[group] = b_scale[(128 * group < n ? group : 0) * b_scale_stride + step];
+#endif
+    };
+
     Floats4 sums[ACROSS] = {};
-    const auto add = [&](auto last, int step) {  // the product of a step
-        constexpr bool IS_LAST = decltype(last)::value;
+    const auto add = [&](int step, const Scales& scales) {  // the product of a step
         const Words4* stage = stages[step % STAGES];
-        const int count = k - step * STEP;
-        const Words8 left = fragment<IS_LAST>(stage, wave_m + line, quarter, count);
+        const Words8 left = fragment(stage, wave_m + line, quarter);
+        Words8 right[AHEAD];  // read before it is needed, which takes 128 cycles
+        for (int j = 0; j < AHEAD; ++j)
+            right[j] = fragment(stage, TILE_M + 16 * j + line, quarter);
 #pragma unroll  // registers have no index
         for (int j = 0; j < ACROSS; ++j) {
-            const Words8 right = fragment<IS_LAST>(stage, TILE_M + 16 * j + line, quarter, count);
+            keep_order();
 #if BY_GROUP
-            const int column = 16 * j < n ? 16 * j : n - 1;
-            const float of_a = a_scale[step * a_scale_stride + known_row];
-            const float of_b = b_scale[column / 128 * b_scale_stride + step];
-            const Floats4 part = multiply(right, left, Floats4{});
-            for (int t = 0; t < 4; ++t) sums[j][t] += part[t] * of_a * of_b;  // of_a * of_b underflows
+            const Floats4 part = multiply(right[j % AHEAD], left, Floats4{});
+            sums[j] += part * scales.of_a * scales.of_b[j / 8];  // of_a * of_b underflows
 #else
-            sums[j] = multiply(right, left, sums[j]);
+            sums[j] = multiply(right[j % AHEAD], left, sums[j]);
 #endif
+            if (j + AHEAD < ACROSS)
+                right[j % AHEAD] = fragment(stage, TILE_M + 16 * (j + AHEAD) + line, quarter);
         }
     };
+    load_scales(0);
     begin(0);
     end(0);
     for (int step = 0; step + 1 < steps; ++step) {
+        const Scales own = scales;
         begin(step + 1);
-        add(Flag<false>{}, step);
+        load_scales(step + 1);
+        keep_order();
+        add(step, own);
         end(step + 1);
     }
-    add(Flag<true>{}, steps - 1);
+    if (k % STEP)
+        clear_tail<TILE_M + TILE_N, WAVES * WAVE>(stages[(steps - 1) % STAGES], k % STEP);
+    add(steps - 1, scales);
     for (Floats4& some : sums) settle(some);
 
     for (int j = 0; j < ACROSS; ++j) {

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lokakern.hip import HipLaunch, Program
 from lokakern.kernels.hip.quantize import ARCHITECTURES, THREADS, UNMEASURED
-from lokakern.kernels.hip.scaled_gemm import why_not_operands
+from lokakern.kernels.hip.scaled_gemm import check_pitches, why_not_operands
 from lokakern.norm import Norm
 from lokakern.registry.register import fp8_format, register
 from lokakern.types import (
@@ -81,6 +81,7 @@ def _gemm_norm(
     (m, k), n = a.shape, b.shape[1]
     data, scale = b.transpose
     assert a.scale is not None and scale is not None  # FP8 has scales
+    check_pitches(a=a.data, b=data.t())
     given = (epilogue.bias, epilogue.norm_weight, epilogue.norm_bias)
     vectors = [_in_float32(x, room) for x, room in zip(given, workspace[0], strict=True)]
     made, made_scale, output, scale_stride = out, None, Granularity.NONE, 0

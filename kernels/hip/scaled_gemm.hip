@@ -1,12 +1,12 @@
 // d[m, n] = (sum_k a[m, k] * b[n, k]) * sa * sb + bias[n] of FP8 matrices, rounded to bfloat16.
 //
-// a: [m, k] and b: [n, k], rows of any stride that is a multiple of 16 bytes, as the first is; scales
-// of rows, sa[m] and sb[n]; or sa[k / 128, m] and sb[n / 128, k / 128] of 1x128 and 128x128; or on
-// gfx950 powers of two in a byte, sa[m, k / 32] and sb[n, k / 32] of 1x32, which the matrix
-// instruction applies. Rows of d: any stride.
+// a: [m, k] and b: [n, k], rows of any stride that is a multiple of 16 bytes, as the first is, less
+// than 2^23; scales of rows, sa[m] and sb[n]; or sa[k / 128, m] and sb[n / 128, k / 128] of 1x128 and
+// 128x128; or on gfx950 powers of two in a byte, sa[m, k / 32] and sb[n, k / 32] of 1x32, which the
+// matrix instruction applies. Rows of d: any stride.
 //
-// A block of 4 waves makes TILE_M x TILE_N sums, 128 of k at a time. Local memory holds two steps:
-// one is multiplied while the next comes.
+// A block of 4 waves, or of 8 where a tile has 256 columns, makes TILE_M x TILE_N sums, 128 of k at a
+// time. Local memory holds two steps: one is multiplied while the next comes.
 //
 // Macros: TILE_M, TILE_N (multiples of 32), SCALES (0 of rows, 1 of 1x128, 2 of 1x32).
 #include "products.hpp"
@@ -17,103 +17,235 @@ typedef unsigned char Scale;
 typedef float Scale;
 #endif
 
-constexpr int THREADS = 256;
-constexpr int WAVE_M = TILE_M / 2, WAVE_N = TILE_N / 2;
+constexpr int WAVES_M = 2, WAVES_N = TILE_N > 128 ? 4 : 2, WAVES = WAVES_M * WAVES_N;
+constexpr int WAVE_M = TILE_M / WAVES_M, WAVE_N = TILE_N / WAVES_N;
 constexpr int DOWN = WAVE_M / 16, ACROSS = WAVE_N / 16;
-constexpr int COPIES = (TILE_M + TILE_N) * PARTS / THREADS;
-extern "C" __global__ __launch_bounds__(256) void scaled_gemm(
-    const unsigned char* a, const Scale* a_scale, const unsigned char* b, const Scale* b_scale,
-    unsigned short* out, const unsigned short* bias, int m, int n, int k, int a_stride,
-    int b_stride, int out_stride, int a_scale_stride, int b_scale_stride) {
-    __shared__ Words4 stages[2][(TILE_M + TILE_N) * PARTS];
-    const int tiles_m = (m + TILE_M - 1) / TILE_M, tiles_n = (n + TILE_N - 1) / TILE_N;
-    const int tile = tile_of(block_index(), tiles_m * tiles_n);
-    const int first_m = tile / tiles_n * TILE_M, first_n = tile % tiles_n * TILE_N;
-    const int steps = (k + STEP - 1) / STEP;
-    const int thread = thread_index(), lane = thread % WAVE, wave = thread / WAVE;
-    const int quarter = lane / 16, line = lane % 16;
-    const int wave_m = wave / 2 * WAVE_M, wave_n = TILE_M + wave % 2 * WAVE_N;
+constexpr int TOGETHER = ACROSS > 1 ? 2 : 1;  // fragments of b whose sums a lane stores at once
+constexpr int STAGE = (TILE_M + TILE_N) * PARTS;  // places of a step
+constexpr int AHEAD = DOWN > 1 ? 2 : 1;  // fragments of a, which take 128 cycles to come
+// Rows of products before what came in registers is put into local memory, and before the others wait
+// for it. It takes some 700 cycles to come; three rows of four products take 768 on gfx942.
+constexpr int LATE = DOWN > 2 ? DOWN - 1 : DOWN;
+typedef unsigned int Stored __attribute__((ext_vector_type(2 * TOGETHER)));
 
-    Copies<COPIES> copies;
-    const Operand left_rows{a, first_m, m - 1, a_stride}, right_rows{b, first_n, n - 1, b_stride};
-    const auto begin = [&](int step) {
-        for (int i = 0; i < COPIES; ++i) {
-            const int place = i * THREADS + thread;
-            copies.begin(
-                i, source_of(left_rows, right_rows, TILE_M, place, step, k),
-                &stages[step % 2][place]);
-        }
+// Of a step, for a lane's rows and columns.
+struct Scales {
+#if SCALES == 1
+    float of_a[DOWN], of_b;
+#elif SCALES == 2
+    int of_a[DOWN], of_b[ACROSS];
+#endif
+};
+
+// The column of each 16 * TOGETHER that row `line` of the j-th fragment of b is. A lane of `multiply`
+// has four neighboring columns of the sums; those of two fragments are neighbors, too.
+static __device__ inline int column_of(int j, int line) {
+    return TOGETHER * (16 * (j / TOGETHER) + line / 4 * 4) + 4 * (j % TOGETHER) + line % 4;
+}
+
+extern "C" __global__ __launch_bounds__(64 * WAVES) void scaled_gemm(
+    const unsigned char* __restrict__ a, const Scale* __restrict__ a_scale,
+    const unsigned char* __restrict__ b, const Scale* __restrict__ b_scale,
+    unsigned short* __restrict__ out, const unsigned short* __restrict__ bias, int m, int n, int k,
+    int a_stride, int b_stride, int out_stride, int a_scale_stride, int b_scale_stride) {
+    __shared__ Words4 stages[2 * STAGE];
+    const unsigned tiles_m = (m + TILE_M - 1u) / TILE_M, tiles_n = (n + TILE_N - 1u) / TILE_N;
+    const unsigned tile = tile_of(block_index(), tiles_m * tiles_n);
+    const int first_m = tile / tiles_n * TILE_M, first_n = tile % tiles_n * TILE_N;
+    const int thread = thread_index(), lane = thread % WAVE, wave = uniform(thread / WAVE);
+    const int quarter = lane / 16, line = lane % 16;
+    const int wave_m = wave / WAVES_N * WAVE_M, wave_n = wave % WAVES_N * WAVE_N;
+
+    const int rows = m - first_m < TILE_M ? m - first_m : TILE_M;
+    const int columns = n - first_n < TILE_N ? n - first_n : TILE_N;
+    Rows<TILE_M, WAVES> left_rows(
+        a + static_cast<long>(first_m) * a_stride, rows, a_stride, k, wave,
+        [](int row) { return row; });
+    Rows<TILE_N, WAVES> right_rows(
+        b + static_cast<long>(first_n) * b_stride, columns, b_stride, k, wave,
+        [](int row) { return column_of(row / 16, row % 16); });
+    const auto begin = [&](Words4* stage, int left) {  // of k, with this step
+        left_rows.begin(stage, left <= STEP);
+        right_rows.begin(stage + TILE_M * PARTS, left <= STEP);
     };
-    const auto end = [&](int step) {
-        for (int i = 0; i < COPIES; ++i) copies.end(i, &stages[step % 2][i * THREADS + thread]);
+    const auto put = [&](Words4* stage) {
+        left_rows.put(stage);
+        right_rows.put(stage + TILE_M * PARTS);
+    };
+    const auto wait = [&] {
+        left_rows.wait();
+        right_rows.wait();
         barrier();
     };
 
-    Floats4 sums[DOWN][ACROSS] = {};
-    const auto add = [&](auto last, int step) {  // the product of a step
-        constexpr bool IS_LAST = decltype(last)::value;
-        const Words4* stage = stages[step % 2];
-        const int count = k - step * STEP;
-        Words8 left[DOWN];
-        for (int i = 0; i < DOWN; ++i) left[i] = fragment<IS_LAST>(stage, wave_m + 16 * i + line, quarter, count);
-#if SCALES == 2
-        const auto scale_of = [&](const Scale* scale, int stride, int row, int last) {
-            const long start = static_cast<long>(row < last ? row : last) * stride;
-            return !IS_LAST || 32 * quarter < count ? scale[start + 4 * step + quarter] : ONE_E8M0;
-        };
-        int of_rows[DOWN];
+    // A lane's rows are 16 apart, its columns 4 * TOGETHER neighbors of each 16 * TOGETHER.
+    const int own_row = wave_m + line, own_column = wave_n + 4 * TOGETHER * quarter;
+    Scales scales;
+    const auto load_scales = [&](int step) {
+#if SCALES == 1
+        const Buffer of_rows(a_scale + static_cast<long>(step) * a_scale_stride + first_m, 4 * rows);
         for (int i = 0; i < DOWN; ++i)
-            of_rows[i] = scale_of(a_scale, a_scale_stride, first_m + wave_m + 16 * i + line, m - 1);
+            scales.of_a[i] = float_of(of_rows.load_4_bytes(4 * (own_row + 16 * i)));
+        const int column = first_n + (wave_n < columns ? wave_n : 0);  // a wave's lie in the same 128
+        // As the others, though all lanes share it: waits for local memory would wait for a scalar, too.
+        const Buffer of_b(b_scale + column / 128 * b_scale_stride + step, 4);
+        scales.of_b = float_of(of_b.load_4_bytes(0));
+#elif SCALES == 2
+        const Buffer of_a(a_scale + static_cast<long>(first_m) * a_scale_stride + 4 * step,
+                          rows * a_scale_stride - 4 * step);
+        const Buffer of_b(b_scale + static_cast<long>(first_n) * b_scale_stride + 4 * step,
+                          columns * b_scale_stride - 4 * step);
+        for (int i = 0; i < DOWN; ++i)
+            scales.of_a[i] = of_a.load_byte((own_row + 16u * i) * a_scale_stride + quarter);
+        for (int j = 0; j < ACROSS; ++j)
+            scales.of_b[j] = of_b.load_byte((wave_n + column_of(j, line)) * static_cast<unsigned>(b_scale_stride) + quarter);
+#endif
+    };
+
+    Floats4 sums[DOWN][ACROSS] = {};
+    // The product of a step. It calls `first` when its first fragments are on their way from local
+    // memory, and `last` before its last products. Fragments of a are read two rows ahead.
+    const auto add = [&](const Words4* stage, const Scales& scales, auto first, auto last) {
+        Words8 right[ACROSS], left[AHEAD];
+        for (int i = 0; i < AHEAD; ++i)
+            left[i] = fragment(stage, wave_m + 16 * i + line, quarter);
+        for (int j = 0; j < ACROSS; ++j)
+            right[j] = fragment(stage, TILE_M + wave_n + 16 * j + line, quarter);
+        keep_order();
+        first();
+        keep_order();
+#if SCALES == 1
+        // Products without their scales, which are applied two products later: at once, they would
+        // wait until the product is done.
+        Floats4 parts[3];
+        const auto scale = [&](int done) {
+            const int i = done / ACROSS, j = done % ACROSS;
+            if (done >= 0) sums[i][j] += parts[done % 3] * scales.of_a[i] * scales.of_b;
+        };
 #endif
 #pragma unroll  // registers have no index
-        for (int j = 0; j < ACROSS; ++j) {
-            const Words8 right = fragment<IS_LAST>(stage, wave_n + 16 * j + line, quarter, count);
-#if SCALES == 1
-            const int column = first_n + wave_n - TILE_M + 16 * j;
-            const float of_b = b_scale[(column < n ? column : n - 1) / 128 * b_scale_stride + step];
-#elif SCALES == 2
-            const int row_of_b = first_n + wave_n - TILE_M + 16 * j + line;
-            const int of_b = scale_of(b_scale, b_scale_stride, row_of_b, n - 1);
-#endif
+        for (int i = 0; i < DOWN; ++i) {
+            if (i == LATE) last();
 #pragma unroll
-            for (int i = 0; i < DOWN; ++i) {
-#if SCALES == 1
-                const int row = first_m + wave_m + 16 * i + line;
-                const float of_a = a_scale[step * a_scale_stride + (row < m ? row : m - 1)];
-                const Floats4 part = multiply(right, left[i], Floats4{});
-                for (int t = 0; t < 4; ++t) sums[i][j][t] += part[t] * of_a * of_b;
-#elif SCALES == 2
-                sums[i][j] = multiply_scaled(right, left[i], sums[i][j], of_b, of_rows[i]);
+#if SCALES == 0  // instructions of one product wait for each other: those of several take turns
+            for (int part = 0; part < INSTRUCTIONS; ++part) {
+                for (int j = 0; j < ACROSS; ++j)
+                    sums[i][j] = multiply_part(right[j], left[i % AHEAD], sums[i][j], part);
+                keep_order();
+            }
 #else
-                sums[i][j] = multiply(right, left[i], sums[i][j]);
+            for (int j = 0; j < ACROSS; ++j) {
+#if SCALES == 1
+                const int number = i * ACROSS + j;
+                parts[number % 3] = multiply(right[j], left[i % AHEAD], Floats4{});
+                scale(number - 2);
+#else
+                sums[i][j] = multiply_scaled(
+                    right[j], left[i % AHEAD], sums[i][j], scales.of_b[j], scales.of_a[i]);
 #endif
             }
+#endif
+            if (i + AHEAD < DOWN)
+                left[i % AHEAD] = fragment(stage, wave_m + 16 * (i + AHEAD) + line, quarter);
+            keep_order();
         }
+#if SCALES == 1
+        scale(DOWN * ACROSS - 2);
+        scale(DOWN * ACROSS - 1);
+#endif
+        if (LATE == DOWN) last();
     };
-    begin(0);
-    end(0);
-    for (int step = 0; step + 1 < steps; ++step) {
-        begin(step + 1);
-        add(Flag<false>{}, step);
-        end(step + 1);
+    // Where less than a whole step is left: what lies behind it counts as 0, with scales of 1.
+    const auto end_tail = [&](Words4* stage, int left) {
+        clear_tail<TILE_M + TILE_N, WAVES * WAVE>(stage, left);
+#if SCALES == 2
+        for (int& scale : scales.of_a) scale = 32 * quarter < left ? scale : ONE_E8M0;
+        for (int& scale : scales.of_b) scale = 32 * quarter < left ? scale : ONE_E8M0;
+#endif
+    };
+
+#if SCALES == 0
+    float of_rows[DOWN];
+    Floats4 of_columns[ACROSS];
+    const Buffer row_scales(a_scale + first_m, 4 * rows);
+    const Buffer column_scales(b_scale + first_n, 4 * columns);
+    for (int i = 0; i < DOWN; ++i)
+        of_rows[i] = float_of(row_scales.load_4_bytes(4 * (own_row + 16 * i)));
+    for (int j = 0; j < ACROSS; ++j)
+        of_columns[j] = __builtin_bit_cast(
+            Floats4, column_scales.load_16_bytes(4 * (own_column + column_of(j, 0))));
+#endif
+    unsigned short of_bias[ACROSS][4];
+    const Buffer biases(bias ? bias + first_n : bias, bias ? 2 * columns : 0);
+    for (int j = 0; j < ACROSS; ++j)
+        for (int t = 0; t < 4; ++t)
+            of_bias[j][t] = biases.load_2_bytes(2 * (own_column + column_of(j, t)));
+
+    Words4 *now = stages, *next = stages + STAGE;
+    int left = k, step = 0;  // left of k, with this step
+    load_scales(0);
+    begin(now, left);
+    put(now);
+    wait();
+    if (left < STEP) end_tail(now, left);
+    const auto turn = [&] {
+        const Scales own = scales;
+        const auto first = [&] {
+            begin(next, left - STEP);
+            step += left > STEP;
+            load_scales(step);
+        };
+        add(now, own, first, [&] { put(next); });
+        wait();
+        left -= STEP;
+        Words4* const was = now;
+        now = next;
+        next = was;
+    };
+    turn();
+    while (left >= STEP) turn();
+    if (left > 0) {
+        end_tail(now, left);
+        add(now, scales, [] {}, [] {});
     }
-    add(Flag<true>{}, steps - 1);
     for (auto& row : sums)
         for (Floats4& some : row) settle(some);
 
+#if SCALES == 0
+    for (int i = 0; i < DOWN; ++i)
+        for (int j = 0; j < ACROSS; ++j) sums[i][j] = sums[i][j] * of_rows[i] * of_columns[j];
+#endif
+    if (bias) {
+        for (int j = 0; j < ACROSS; ++j)
+            for (int t = 0; t < 4; ++t)
+                for (int i = 0; i < DOWN; ++i) sums[i][j][t] += number(of_bias[j][t]);
+    }
+    unsigned short* to =
+        out + static_cast<long>(first_m + own_row) * out_stride + first_n + own_column;
+    const bool is_whole = rows == TILE_M && columns == TILE_N;
+    const bool is_aligned = (reinterpret_cast<unsigned long>(out) | 2u * out_stride) % 16 == 0;
+    Stored words[DOWN][ACROSS / TOGETHER];
     for (int i = 0; i < DOWN; ++i) {
-        const int row = first_m + wave_m + 16 * i + line;
-        if (row >= m) continue;
+        for (int j = 0; j < ACROSS; ++j) {
+            const Floats4 four = sums[i][j];
+            for (int pair = 0; pair < 2; ++pair)
+                words[i][j / TOGETHER][2 * (j % TOGETHER) + pair] =
+                    bfloat16_pair(four[2 * pair], four[2 * pair + 1]);
+        }
+    }
+    if (is_whole && is_aligned) {
+        for (int i = 0; i < DOWN; ++i, to += 16l * out_stride)
+            for (int j = 0; j < ACROSS; j += TOGETHER)
+                *reinterpret_cast<Stored*>(to + column_of(j, 0)) = words[i][j / TOGETHER];
+        return;
+    }
+    for (int i = 0; i < DOWN; ++i, to += 16l * out_stride) {
+        if (own_row + 16 * i >= rows) break;
         for (int j = 0; j < ACROSS; ++j) {
             for (int t = 0; t < 4; ++t) {
-                const int column = first_n + wave_n - TILE_M + 16 * j + 4 * quarter + t;
-                if (column >= n) continue;
-                float value = sums[i][j][t];
-#if SCALES == 0
-                value = value * a_scale[row] * b_scale[column];
-#endif
-                if (bias) value += number(bias[column]);
-                out[static_cast<long>(row) * out_stride + column] = rounded(value);
+                const unsigned word = words[i][j / TOGETHER][2 * (j % TOGETHER) + t / 2];
+                if (own_column + column_of(j, t) < columns)
+                    to[column_of(j, t)] = static_cast<unsigned short>(word >> t % 2 * 16);
             }
         }
     }

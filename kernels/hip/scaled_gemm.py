@@ -12,9 +12,11 @@ import functools
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from lokakern import jit
+from lokakern.errors import LaunchError
 from lokakern.hip import HipLaunch, Program
 from lokakern.kernels.hip.quantize import (
     ARCHITECTURES,
@@ -43,21 +45,38 @@ SCALES = (Granularity.ROW, Granularity.GROUP, Granularity.MX)  # of a
 OF_B = {Granularity.GROUP: Granularity.BLOCK}  # where not the same
 
 
+# Bytes between rows, less than: 256 rows lie within 2^31 bytes, which their offsets count.
+LONGEST_PITCH = 2**23
+
+
 class Tile(NamedTuple):
     """Sums that a block makes."""
 
     m: int
     n: int
 
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 2 * THREADS if self.n > 128 else THREADS
+
 
 # From the largest on the first that gives every compute unit a block: what 128 x 128 sums read is a
-# quarter of what they read in tiles of 32 x 32. None of it was measured.
-TILES = (Tile(128, 128), Tile(64, 128), Tile(64, 64), Tile(32, 32))
+# quarter of what they read in tiles of 32 x 32. None of it was measured. The first is for gfx950:
+# its two steps take 128 KB of local memory.
+TILES = (Tile(256, 256), Tile(128, 128), Tile(64, 128), Tile(64, 64), Tile(32, 32))
 
 
-def tile_for(m: int, n: int, compute_units: int) -> Tile:
-    """The tile of a product."""
-    for tile in TILES:
+def tile_for(m: int, n: int, compute_units: int, fnuz: bool) -> Tile:
+    """The tile of a product.
+
+    Args:
+        m: Rows of the output.
+        n: Columns of the output.
+        compute_units: Of the GPU.
+        fnuz: Whether its FP8 is that of gfx942.
+    """
+    for tile in TILES[fnuz:]:
         if blocks_of(tile, m, n) >= compute_units and tile.n <= max(32, 2 * n):
             return tile
     return TILES[-1]
@@ -67,13 +86,30 @@ def blocks_of(tile: Tile, m: int, n: int) -> int:
     return -(-m // tile.m) * -(-n // tile.n)
 
 
+def check_pitches(**operands: Tensor) -> None:
+    """Raise for operands whose rows are too far apart.
+
+    Args:
+        operands: Matrices of one byte an element by name, each row contiguous.
+
+    Raises:
+        LaunchError: `LONGEST_PITCH` bytes or more lie between the begins of two rows.
+    """
+    for name, rows in operands.items():
+        if len(rows) > 1 and rows.stride(0) >= LONGEST_PITCH:
+            raise LaunchError(
+                f"{name}: rows, as they are stored, begin {rows.stride(0)} bytes apart; HIP "
+                f"kernels take fewer than {LONGEST_PITCH}: copy {name}"
+            )
+
+
 @functools.lru_cache(maxsize=64)
 def bind(tile: Tile, granularity: Granularity) -> HipLaunch:
     """The launch of one signature, for scales of a."""
     scales = SCALES.index(granularity)
     macros = (("TILE_M", tile.m), ("TILE_N", tile.n), ("SCALES", scales))
     program = Program(SOURCE, "scaled_gemm", macros)
-    return HipLaunch(program, pointers=6, scalars="iiiiiiii", threads=THREADS)
+    return HipLaunch(program, pointers=6, scalars="iiiiiiii", threads=tile.threads)
 
 
 def _multiply(
@@ -87,11 +123,14 @@ def _multiply(
     _workspace: tuple[Tensor, ...],
 ) -> None:
     (m, k), n = a.shape, b.shape[1]
-    tile = tile_for(m, n, jit.compute_units(a.get_device()))
+    check_pitches(a=a, b=b.t())
+    fnuz = a.dtype is torch.float8_e4m3fnuz
+    tile = tile_for(m, n, jit.compute_units(a.get_device()), fnuz)
     strides = (0, 0)
     if granularity is Granularity.GROUP:
         strides = a_scale.stride(1), b_scale.stride(1)
     elif granularity is Granularity.MX:
+        check_pitches(a_scale=a_scale, b_scale=b_scale.t())
         strides = a_scale.stride(0), b_scale.stride(1)
     bind(tile, granularity)(
         blocks_of(tile, m, n), (a, a_scale, b, b_scale, out, bias),
@@ -100,8 +139,9 @@ def _multiply(
 
 
 def _supports(granularity: Granularity, problem: Problem, device: Device) -> Support:
-    tile = tile_for(problem.m, problem.n, device.compute_units)
-    blocks = blocks_of(tile, problem.m, problem.n)
+    fnuz = fp8_format(device) is Format.E4M3FNUZ
+    tile = tile_for(problem.m, problem.n, device.compute_units, fnuz)
+    blocks = blocks_of(tile, problem.m, problem.n) * tile.threads // THREADS
     why = why_not_operands(granularity, problem, device, blocks)
     if why is not None:
         return Rejected(why)
@@ -113,13 +153,13 @@ def _supports(granularity: Granularity, problem: Problem, device: Device) -> Sup
 def why_not_operands(
     granularity: Granularity, problem: Problem, device: Device, blocks: int
 ) -> str | None:
-    """Why operands are none that `source_of` of products.hpp walks through, or None.
+    """Why operands are none that `Rows` of products.hpp brings, or None.
 
     Args:
         granularity: Of the scales of a.
         problem: With operands that are quantized.
         device: The GPU.
-        blocks: That its launch takes.
+        blocks: Of `THREADS` that its launch takes.
     """
     assert problem.b is not None  # an op with two operands
     have = (problem.a.granularity, problem.b.granularity)
@@ -137,6 +177,8 @@ def why_not_operands(
         return "a must be row-major and b column-major"
     if granularity is Granularity.GROUP and -(-problem.k // GROUP) * (problem.m + 3) >= 2**31:
         return "counts scales in 32 bits"
+    if problem.k > LONGEST_PITCH - 128:  # rows are padded to cache lines
+        return f"takes rows of fewer than {LONGEST_PITCH} bytes, not {problem.k}"
     return why_not_counted(blocks, problem.m, problem.n, problem.k)
 
 

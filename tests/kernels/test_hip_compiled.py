@@ -26,13 +26,14 @@ from tests.support.hip_compiler import (
     needs_clang,
 )
 from tests.support.machine_code import LOCAL_BYTES
+from tests.support.whole_kernel import whole_kernel
 
 RECORDED = KERNELS / "resources.json"
 LARGEST = {
     "gfx942": instructions.bits_of(Format.E4M3FNUZ.maximum),
     "gfx950": instructions.bits_of(Format.E4M3FN.maximum),
 }
-TILES = ((32, 32), (64, 64), (64, 128), (128, 128))
+TILES = ((32, 32), (64, 64), (64, 128), (128, 128), (256, 256))
 # Whole rows of 64, 128, 192 and 256 columns, and blocks of 64 and 256, as they come and as FP8.
 NORMED = ((64, 0, 1, 64, 0, 0), (128, 0, 1, 128, 0, 0), (192, 1, 0, 192, 0, 0),
           (256, 0, 1, 256, 0, 0), (256, 1, 1, 256, 1, 0), (128, 0, 2, 128, 3, 1),
@@ -48,13 +49,15 @@ VARIANTS = [
                      "ACTIVATION": activation, "OUT": out})
       for n, group, norm, span, activation, out in NORMED),
 ]  # fmt: skip
-ON_GPUS = [  # powers of two are for the GPU that multiplies with them
+# Powers of two are for the GPU that multiplies with them, the largest tile for 160 KB of LDS.
+ON_GFX950 = {("GROUP", 32), ("COLUMNS_OF_SCALE", 32), ("SCALES", 2), ("TILE_M", 256)}
+ON_GPUS = [
     (gpu, number)
     for gpu in GPUS
     for number, (_, macros) in enumerate(VARIANTS)
-    if gpu == "gfx950"
-    or not {("GROUP", 32), ("COLUMNS_OF_SCALE", 32), ("SCALES", 2)} & set(macros.items())
+    if gpu == "gfx950" or not ON_GFX950 & set(macros.items())
 ]
+DEPTHS = (256, 1024, 4096)  # k for which whole kernels are counted
 # Registered kernels that launch a variant, by the macros that tell them apart.
 LAUNCHED_BY: dict[str, tuple[tuple[str, ...], dict[tuple[int, ...], list[str]]]] = {
     "quantize": (("GROUP",), {
@@ -74,6 +77,18 @@ def compiler() -> str:
     return subprocess.run(words, check=True, capture_output=True, text=True).stdout.split("\n")[0]
 
 
+def check_order(text: str, gpu: str) -> None:
+    """In the main loop, the next step is under way before a product, and awaited after the last."""
+    blocks = machine_code.blocks_of(text)
+    loop = machine_code.main_loop(blocks)
+    assert loop is not None
+    matrices = [at for at, each in enumerate(loop) if each.startswith("v_mfma_")]
+    loads = [at for at, each in enumerate(loop) if each.startswith(("buffer_", "global_"))]
+    assert loads and loads[-1] < matrices[0]
+    if gpu == "gfx950":
+        assert matrices[-1] < min(at for at, each in enumerate(loop) if "vmcnt" in each)
+
+
 def name_of(kernel: str, macros: dict[str, int]) -> str:
     return f"{kernel} " + " ".join(f"{name}={value}" for name, value in macros.items())
 
@@ -86,12 +101,28 @@ def assembly(gpu: str, number: int) -> str:
     return compiled(gpu, KERNELS / f"{kernel}.hip", macros)
 
 
+def products(gpu: str, number: int) -> int:
+    """Matrix instructions of a wave for 128 of k."""
+    kernel, macros = VARIANTS[number]
+    if kernel not in ("scaled_gemm", "gemm_norm"):
+        return 0
+    waves = 8 if macros["TILE_N"] == 256 and kernel == "scaled_gemm" else 4
+    sums = macros.get("TILE_M", 64) * macros["TILE_N"] // waves
+    return sums // 256 * (4 if gpu == "gfx942" else 1)  # of 16 x 16 sums, and 32 or 128 of k
+
+
 def resources(gpu: str, number: int) -> dict[str, Any]:
     """Resources of a variant, and the registered kernels that launch it."""
     kernel, macros = VARIANTS[number]
     telling, names = LAUNCHED_BY[kernel]
     launched_by = [f"hip.{name}" for name in names[tuple(macros[name] for name in telling)]]
-    return {"kernels": launched_by, **machine_code.resources(assembly(gpu, number), gpu)}
+    text, each_step = assembly(gpu, number), products(gpu, number)
+    found = machine_code.resources(text, gpu)
+    whole = {
+        f"k={k}": whole_kernel(text, k // 128 * each_step, found["occupancy"])
+        for k in (DEPTHS if each_step else ())
+    }
+    return {"kernels": launched_by, **found, "whole": whole}
 
 
 def check_instructions(gpu: str, number: int) -> None:
@@ -108,19 +139,23 @@ def check_instructions(gpu: str, number: int) -> None:
     # (acc * sa) * sb: sa * sb underflows
     assert instructions.products_of_loads(code) == []
 
-    products = 0
-    if kernel == "scaled_gemm":
-        products = macros["TILE_M"] * macros["TILE_N"] // 4
-    elif kernel == "gemm_norm":
-        products = 16 * macros["TILE_N"]
-    # 16 x 16 sums and 128 of k: in the loop, and in the last step, which comes after it
-    each_step = products // 256 * (4 if gpu == "gfx942" else 1)
-    assert counted[MATRIX[gpu]] == 2 * each_step
-    assert sum(map(counted.__getitem__, machine_code.matrices(counted))) == 2 * each_step
+    each_step = products(gpu, number)
+    # In the loop, and in steps that come before or after it.
+    copies = {"scaled_gemm": 3, "gemm_norm": 2}.get(kernel, 0)
+    assert counted[MATRIX[gpu]] == copies * each_step
+    assert sum(map(counted.__getitem__, machine_code.matrices(counted))) == copies * each_step
     found = machine_code.resources(text, gpu)["matrix"]
-    assert found == ({MATRIX[gpu]: each_step} if products else {})
+    assert found == ({MATRIX[gpu]: each_step} if each_step else {})
     one_stage = kernel == "gemm_norm" and gpu == "gfx942" and macros["TILE_N"] > 192
-    assert counted["s_barrier"] == (0 if not products else 4 if one_stage else 2)
+    assert counted["s_barrier"] == {"scaled_gemm": 5, "gemm_norm": 3 + 2 * one_stage}.get(kernel, 0)
+
+    # Behind the last step, loads go 2^31 further, which is outside of every buffer.
+    nowhere = any(
+        (each.name == "s_brev_b32" and each.operands[1] == "1")
+        or (each.name.startswith("s_") and 1 << 31 in instructions.literals([each]))
+        for each in code
+    )
+    assert nowhere == (kernel == "scaled_gemm")
 
     conversions = {name for name in counted if re.search("(fp8|bf8)_f32|f32_(fp8|bf8)$", name)}
     own, other = LARGEST[gpu], LARGEST[GPUS[gpu == GPUS[0]]]
@@ -155,7 +190,9 @@ def test_a_kernel_has_its_instructions_and_recorded_resources(gpu: str, number: 
         assert "ds_read_b128" in text
         # None was moved past `settle` into a branch that some lanes do not take.
         assert gpu == "gfx942" or text.rindex("\tv_mfma") < text.rindex("ASMSTART")
-        assert ("global_load_lds_dwordx4" in text) == (gpu == "gfx950")
+        if kernel == "scaled_gemm":
+            check_order(text, gpu)
+        assert bool(re.search(r"buffer_load_dwordx4 .* lds\n", text)) == (gpu == "gfx950")
         twice = macros.get("TILE_M", 64) * macros["TILE_N"] <= 64 * 64
         assert found["occupancy"] >= (2 if twice else 1)
     else:

@@ -19,6 +19,7 @@ from tests.support.instructions import (
     functions_of,
     immediate,
     literals,
+    past,
     products_of_loads,
     registers,
     traced,
@@ -132,15 +133,33 @@ def test_scales_come_with_the_operands_that_they_are_of() -> None:
 @pytest.mark.parametrize("gpu", GPUS)
 def test_copies_are_complete_before_the_barrier(gpu: str) -> None:
     code = probes(gpu)["copies"]
-    ways = ("global_load", "ds_write", "s_barrier", "ds_read")
-    past = "global_load_lds_dwordx4"
-    assert [each.name for each in named(code, *ways)] == (
-        ["global_load_dwordx4"] * 2 + ["ds_write_b128"] * 2 if gpu == "gfx942" else [past] * 2
-    ) + ["s_barrier", "ds_read_b128"]
+    loads = named(code, "buffer_load")
+    assert [each.name for each in loads] == ["buffer_load_dwordx4"] * 2
+    order = [each.name for each in named(code, "buffer_load", "ds_write", "s_barrier", "ds_read")]
+    puts = ["ds_write_b128"] * 2 if gpu == "gfx942" else []
+    assert order == ["buffer_load_dwordx4"] * 2 + puts + ["s_barrier", "ds_read_b128"]
     assert unfinished_at_barriers(code) == []
-    if gpu == "gfx950":  # from where the wave's first lane writes
-        assert len([each for each in code if each.operands[:1] == ("m0",)]) == 2
-        assert len(named(code, "v_readfirstlane")) == 2
+    assert [past(each) for each in loads] == [gpu == "gfx950"] * 2
+    if gpu == "gfx950":  # both from one base, which the second instruction shifts by a wave
+        assert [each.modifiers for each in loads] == ["offen lds", "offen offset:1024 lds"]
+        assert len([each for each in code if each.operands[:1] == ("m0",)]) == 1
+    # Each lane gives its whole offset: none that all lanes share, whose bounds are in doubt.
+    assert {each.operands[-1] for each in loads} == {"0"}
+    assert 0x27000 in literals(code)
+
+
+@needs_clang
+@pytest.mark.parametrize("gpu", GPUS)
+def test_two_numbers_are_rounded_to_bfloat16_in_order(gpu: str) -> None:
+    code = probes(gpu)["rounds"]
+    if gpu == "gfx950":
+        (conversion,) = named(code, "v_cvt")
+        assert conversion.name == "v_cvt_pk_bf16_f32" and not conversion.modifiers
+        assert [origins_of(code, conversion, operand) for operand in (1, 2)] == [[0], [4 * 64]]
+        return
+    assert not named(code, "v_cvt")
+    assert len(named(code, "v_cmp_o_f32", "v_cmp_u_f32")) == 2  # NaN is seen in both
+    assert {0x7FFF} <= literals(code) and {0x7FC0, 0x7FC00000} & literals(code)
 
 
 @needs_clang

@@ -85,7 +85,7 @@ kernel:
 
 def test_a_loop_goes_from_its_label_to_the_branch_back() -> None:
     assert main_loop(blocks_of(LOOP)) == [
-        "ds_read_b128", "s_waitcnt", FP8, "v_add_u32_e32", "s_cbranch_scc1"
+        "ds_read_b128", "s_waitcnt lgkmcnt(0)", FP8, "v_add_u32_e32", "s_cbranch_scc1"
     ]  # fmt: skip
 
 

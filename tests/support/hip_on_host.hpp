@@ -79,6 +79,10 @@ static const T* shown(const T& own) {
     return set;
 }
 
+static int first_of(int value) { return shown(value)[0]; }
+#define __builtin_amdgcn_readfirstlane first_of
+#define __builtin_amdgcn_sched_barrier(kept)  // lanes run in the order of the source
+
 static int permuted(int from, int value) { return shown(value)[from / 4 % LANES]; }
 #define __builtin_amdgcn_ds_bpermute permuted
 
@@ -192,6 +196,50 @@ static Sums multiplied_scaled(
 #define asm  // `settle` tells a compiler for GPUs something, in a register that there is none of here
 #define volatile(...)
 
+// --- buffers
+
+// Raw: no structure, no swizzle. Past the end nothing is read, and NaN comes instead: hardware gives 0,
+// but nobody tried it here.
+struct Resource {
+    const char* data;
+    std::uint32_t size;
+
+    // Where so many bytes begin, or -1 where they lie past the end. Two things no kernel may need: a
+    // word across the end, and an offset that lanes share, about which descriptions differ.
+    std::int64_t start_of(int offset, int shared_offset, int bytes, int shift = 0) const {
+        if (shared_offset) fail("an offset that lanes share is not modeled");
+        const std::int64_t start = static_cast<std::int64_t>(static_cast<std::uint32_t>(offset)) + shift;
+        if (start + bytes <= size) return start;
+        if (start < size) fail("a part of a load lies past the end of its buffer");
+        return -1;
+    }
+    template <typename T>
+    T load(int offset, int shared_offset) const {
+        constexpr int SIZE = std::min<int>(4, sizeof(T));  // words are checked one by one
+        char bytes[sizeof(T)];
+        std::memset(bytes, NAN_BYTE, sizeof bytes);
+        for (unsigned i = 0; i < sizeof bytes; i += SIZE) {
+            const std::int64_t start = start_of(offset, shared_offset, SIZE, static_cast<int>(i));
+            if (start >= 0) std::memcpy(bytes + i, data + start, SIZE);
+        }
+        T value;
+        std::memcpy(&value, bytes, sizeof value);
+        return value;
+    }
+};
+#define __amdgpu_buffer_rsrc_t Resource
+
+static Resource resource_of(void* data, int stride, int size, int flags) {
+    if (stride || flags != 0x00027000) fail("only raw buffers are modeled");
+    return {static_cast<const char*>(data), static_cast<std::uint32_t>(size)};
+}
+typedef std::uint32_t Uints4 __attribute__((vector_size(16)));
+#define __builtin_amdgcn_make_buffer_rsrc resource_of
+#define __builtin_amdgcn_raw_buffer_load_b8(of, offset, shared, cache) of.load<std::uint8_t>(offset, shared)
+#define __builtin_amdgcn_raw_buffer_load_b16(of, offset, shared, cache) of.load<std::uint16_t>(offset, shared)
+#define __builtin_amdgcn_raw_buffer_load_b32(of, offset, shared, cache) of.load<std::uint32_t>(offset, shared)
+#define __builtin_amdgcn_raw_buffer_load_b128(of, offset, shared, cache) of.load<Uints4>(offset, shared)
+
 // --- copies to local memory past the registers
 
 // They land as soon or as late as they may.
@@ -202,16 +250,21 @@ struct Copy {
 };
 static std::vector<Copy> copies_of[MOST_THREADS];  // under way
 
-static void copy_to_local(const void* from, void* to, int size, int offset, int) {
-    if (reinterpret_cast<std::uintptr_t>(from) % static_cast<unsigned>(size)) fail("a copy is not aligned");
-    const Copy copy{static_cast<const char*>(from) + offset,
-                    static_cast<char*>(to) + offset + current % LANES * size, size};
+static void copy_to_local(
+    const Resource& from, void* to, int size, int offset, int shared_offset, int shift, int) {
+    static const std::vector<char> nothing(16, static_cast<char>(NAN_BYTE));
+    const std::int64_t start = from.start_of(offset, shared_offset, size, shift);
+    const char* source = start < 0 ? nothing.data() : from.data + start;
+    if (start >= 0 && reinterpret_cast<std::uintptr_t>(source) % static_cast<unsigned>(size))
+        fail("a copy is not aligned");
+    if (shift < 0 || shift > 4095) fail("a shift does not fit into an instruction");
+    const Copy copy{source, static_cast<char*>(to) + shift + current % LANES * size, size};
     if (reversed)
         std::memcpy(copy.to, copy.from, copy.size);
     else
         copies_of[current].push_back(copy);
 }
-#define __builtin_amdgcn_global_load_lds copy_to_local
+#define __builtin_amdgcn_raw_ptr_buffer_load_lds copy_to_local
 
 // Of what is counted the last so many may be under way: loads in bits 0 to 3 and 14 to 15.
 static void wait_until(int counts) {

@@ -15,7 +15,7 @@ LINE = re.compile(r"\t((?:s|v|ds|global|buffer|scratch)_\w+)[ \t]*([^;\n]*)")
 FUNCTION = re.compile(r"^(\w+):\s+; @\1\n(.*?)^\.Lfunc_end", re.MULTILINE | re.DOTALL)
 RANGE = re.compile(r"([svam])(?:(\d+)|\[(\d+):(\d+)\])")
 FIRST_MODIFIER = re.compile(
-    r"\s+(?=(?:op_sel|src\d_sel|dst_|offset|cbsz|blgp|abid|neg_|off\b|bitop3))"
+    r"\s+(?=(?:op_sel|src\d_sel|dst_|offset|cbsz|blgp|abid|neg_|off\b|offen|lds\b|bitop3))"
 )
 
 
@@ -65,6 +65,13 @@ def immediate(operand: str) -> int | None:
     return bits_of(float(operand)) if re.fullmatch(r"-?\d+\.\d+", operand) else None
 
 
+def past(each: Instruction) -> bool:
+    """Whether it brings memory to local memory, past the registers."""
+    return each.name.startswith("global_load_lds") or (
+        each.name.startswith("buffer_load") and "lds" in each.modifiers.split()
+    )
+
+
 class Traced(NamedTuple):
     """An instruction, and for each of its sources the number that is in it and what wrote it."""
 
@@ -86,7 +93,7 @@ def traced(instructions: Iterable[Instruction]) -> Iterator[Traced]:
         ]
         by = [writers.get(first[0], "") if first else "" for first in of_sources]
         yield Traced(each, known, by)
-        if each.name.startswith(("global_store", "ds_write", "buffer_store")):
+        if each.name.startswith(("global_store", "ds_write", "buffer_store")) or past(each):
             continue
         moves = re.match(r"[sv]_mov(k_i|_b)|v_accvgpr|v_readfirstlane", each.name)
         for register in registers(into):
@@ -105,7 +112,7 @@ def unfinished_at_barriers(instructions: Iterable[Instruction]) -> list[str]:
     waiting: dict[str, set[str]] = {"vmcnt": set(), "lgkmcnt": set()}
     found = []
     for each in instructions:
-        if each.name.startswith("global_load_lds"):
+        if past(each):
             waiting["vmcnt"].add(each.name)
         elif each.name.startswith("ds_"):
             waiting["lgkmcnt"].add(each.name)

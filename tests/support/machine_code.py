@@ -2,7 +2,8 @@
 
 Reads what LLVM prints, as `clang -S` and as Triton keeps it: registers and memory as the compiler
 notes them, instructions block by block. The share of matrix cycles is counted, not measured: those
-of one wave, with nothing overlapped and nothing waited for.
+of one wave, with nothing overlapped and nothing waited for. whole_kernel.py counts what is outside
+the loop, too.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ WAVE = 64  # lanes
 LOCAL_BYTES = {"gfx942": 64 << 10, "gfx950": 160 << 10}  # of a compute unit
 MATRIX = "v_mfma_"
 LABEL = re.compile(r"([.\w$]+):")
-INSTRUCTION = re.compile(r"\s+((?:s|v|ds|global|buffer|flat|scratch)_\w+)\s*([^;\s]*)")
+INSTRUCTION = re.compile(r"\s+((?:s|v|ds|global|buffer|flat|scratch)_\w+)[ \t]*([^;\n]*)")
 ENDS = ("s_branch", "s_cbranch", "s_endpgm")  # of a block
 TYPES = {"f8f6f4": 1, "fp8": 1, "bf8": 1, "bf16": 2, "f16": 2}  # bytes; operands of f8f6f4 are FP8
 ISSUE = 4  # cycles: 16 lanes at a time
@@ -26,7 +27,10 @@ FREE = ("s_waitcnt", "s_barrier", "s_nop", "s_setprio")
 
 
 class Block(NamedTuple):
-    """Instructions that only run one after the other, and the numbers of blocks that may follow."""
+    """Instructions that only run one after the other, and the numbers of blocks that may follow.
+
+    The next block comes first, then the target of a branch. Waits keep their operands.
+    """
 
     instructions: list[str]
     following: list[int]
@@ -83,9 +87,10 @@ def blocks_of(text: str) -> list[Block]:
             labels[label[1]] = len(blocks)
             blocks.append(Block([], []))
         elif found := INSTRUCTION.match(line):
-            blocks[-1].instructions.append(found[1])
-            if found[1].startswith(ENDS):
-                targets[len(blocks) - 1] = found[2]
+            name, operands = found[1], found[2].strip()
+            blocks[-1].instructions.append(f"{name} {operands}" if name == "s_waitcnt" else name)
+            if name.startswith(ENDS):
+                targets[len(blocks) - 1] = operands
                 blocks.append(Block([], []))
     for number, block in enumerate(blocks[:-1]):
         last = block.instructions[-1] if block.instructions else ""
@@ -101,17 +106,27 @@ def main_loop(blocks: list[Block]) -> list[str] | None:
 
     Every block counts once, those too that most turns jump over.
     """
-
-    def instructions(loop: set[int]) -> list[str]:
-        return [i for number in sorted(loop) for i in blocks[number].instructions]
-
-    found = [loop for loop in loops(blocks) if matrices(instructions(loop))]
-    innermost = [loop for loop in found if not any(other < loop for other in found)]
-    every = [instructions(loop) for loop in innermost]
-    return max(every, key=lambda loop: len(matrices(loop)), default=None)
+    loop = main_loop_blocks(blocks)
+    return None if loop is None else instructions_of(blocks, loop)
 
 
-def loops(blocks: list[Block]) -> Iterator[set[int]]:
+def main_loop_blocks(blocks: list[Block]) -> list[int] | None:
+    """Numbers of the blocks of the main loop, the one that it is entered by first."""
+
+    def count(loop: list[int]) -> int:
+        return len(matrices(instructions_of(blocks, loop)))
+
+    found = [loop for loop in loops(blocks) if count(loop)]
+    innermost = [loop for loop in found if not any(set(other) < set(loop) for other in found)]
+    return max(innermost, key=count, default=None)
+
+
+def instructions_of(blocks: list[Block], numbers: Iterable[int]) -> list[str]:
+    """Of these blocks, in the order of the text."""
+    return [each for number in sorted(numbers) for each in blocks[number].instructions]
+
+
+def loops(blocks: list[Block]) -> Iterator[list[int]]:
     """Blocks of each loop: one that nothing enters the loop around, and all that comes back to it.
 
     Which way a branch goes says little: LLVM also jumps back from blocks that it moved to the end.
@@ -128,7 +143,7 @@ def loops(blocks: list[Block]) -> Iterator[set[int]]:
         within = running - reached([0], after, without=head)
         last = [number for number in before[head] if number in within]
         if last:
-            yield {head} | reached(last, before, without=head)
+            yield [head, *sorted(reached(last, before, without=head))]
 
 
 def reached(first: Iterable[int], ways: Mapping[int, list[int]], without: int = -1) -> set[int]:

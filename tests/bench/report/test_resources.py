@@ -55,6 +55,32 @@ def test_matrix_instructions_are_in_loops_and_scratch_is_unused() -> None:
             assert row["matrix"] is None and row["mfma_share"] is None, row
 
 
+def test_whole_kernels_are_counted_where_hip_multiplies() -> None:
+    for row in resources.resource_rows():
+        shares = [row[f"share_k{k}"] for k in (256, 1024, 4096)]
+        if not row["kernel"].startswith(tuple(f"hip.{name}" for name in PRODUCTS)):
+            assert shares == [None] * 3, row
+            continue
+        assert 0 < shares[0] < shares[1] < shares[2] < row["mfma_share"], row
+        assert row["matrix_k4096"] == 4 * row["matrix_k1024"] == 16 * row["matrix_k256"], row
+
+
+@pytest.mark.parametrize(
+    ("architecture", "tile", "least"), [("gfx942", 128, 0.60), ("gfx950", 256, 0.65)]
+)
+def test_most_cycles_of_the_largest_tile_multiply(
+    architecture: str, tile: int, least: float
+) -> None:
+    """At k = 1024, and while they do, nothing is waited for."""
+    (row,) = [
+        row
+        for row in resources.resource_rows()
+        if (row["kernel"], row["architecture"]) == ("hip.scaled_gemm_row", architecture)
+        and row["variant"] == f"TILE_M={tile} TILE_N={tile} SCALES=0"
+    ]
+    assert row["share_k1024"] >= least and row["loop_waits_k1024"] == 0
+
+
 def test_table_csv_and_json_agree(capsys: pytest.CaptureFixture[str]) -> None:
     rows = json.loads(run(capsys, "--json")[1])
     read = list(csv.DictReader(io.StringIO(run(capsys, "--format", "csv")[1])))

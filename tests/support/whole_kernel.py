@@ -1,0 +1,129 @@
+"""Cycles of a whole kernel for AMD GPUs: before its main loop, in it, and behind it.
+
+They are counted from the text, not measured. One wave executes an instruction after the other,
+each in the cycles that machine_code.py gives. It goes the way of whole tiles: of two ways that a
+whole wave may take, the one of fewer cycles; blocks that lanes enter for themselves are entered;
+in the loop every block counts in every turn.
+
+A wait costs what the awaited instruction still lacks of its latency. The waves of a SIMD take
+turns: as much as one wave executes in the meantime, each of the others does.
+"""
+
+from __future__ import annotations
+
+import heapq
+import re
+from collections.abc import Container, Iterable
+from typing import Any, NamedTuple
+
+from tests.support.machine_code import (
+    Block,
+    blocks_of,
+    cycles,
+    instructions_of,
+    main_loop_blocks,
+    matrices,
+)
+
+KINDS = {"v_mfma_": "matrix", "v_": "vector", "s_": "scalar", "ds_": "local"}  # else memory
+# Cycles from an instruction to its result. Assumed, of the order of published measurements: main
+# memory and local memory without conflicts. Caches are faster.
+LATENCY = {"vmcnt": 700, "lgkmcnt": 128}
+
+
+def whole_kernel(text: str, products: int, occupancy: int) -> dict[str, Any]:
+    """Cycles of a wave that multiplies so many matrix instructions, by what executes them.
+
+    Args:
+        text: Assembly of one kernel.
+        products: Matrix instructions that the wave executes, in the loop and outside.
+        occupancy: Waves of a SIMD, which take turns.
+
+    Returns:
+        ``matrix``, ``vector``, ``scalar``, ``local`` and ``memory`` cycles; ``waits``, cycles that
+        no wave fills, and of these ``loop_waits`` in the loop; ``share`` of the matrix cycles in
+        all but the waits.
+
+    Raises:
+        ValueError: No number of turns of the loop executes so many products.
+    """
+    blocks = blocks_of(text)
+    loop = main_loop_blocks(blocks)
+    if loop is None:
+        raise ValueError("no loop holds matrix instructions")
+    exits = [n for number in loop for n in blocks[number].following if n not in loop]
+    ends = [number for number, block in enumerate(blocks) if "s_endpgm" in block.instructions]
+    before = _executed(blocks, _cheapest(blocks, [0], [loop[0]], loop)[:-1])
+    turn = instructions_of(blocks, loop)
+    behind = _executed(blocks, _cheapest(blocks, exits, ends, loop))
+    each, once = len(matrices(turn)), len(matrices(before + behind))
+    turns, more = divmod(products - once, each)
+    if more or turns < 0:
+        raise ValueError(f"turns of {each} products and {once} outside do not make {products}")
+    return _count(before, turn, turns, behind, occupancy)
+
+
+def _executed(blocks: list[Block], path: Iterable[int]) -> list[str]:
+    return [instruction for number in path for instruction in blocks[number].instructions]
+
+
+def _cheapest(
+    blocks: list[Block], first: Iterable[int], last: Container[int], around: Container[int]
+) -> list[int]:
+    """Numbers of the blocks of the way with the fewest cycles, around those of the loop."""
+    waiting = [(0.0, number, [number]) for number in first]
+    known: set[int] = set()
+    while waiting:
+        spent, number, path = heapq.heappop(waiting)
+        if number in last:
+            return path
+        if number in known or number in around:
+            continue
+        known.add(number)
+        block = blocks[number]
+        spent += sum(map(cycles, block.instructions))
+        following = block.following
+        if block.instructions and block.instructions[-1] == "s_cbranch_execz":
+            following = following[:1]  # some lane is at work
+        for other in following:
+            heapq.heappush(waiting, (spent, other, [*path, other]))
+    raise ValueError("no way leads to the loop, or none from it")
+
+
+class Issued(NamedTuple):
+    """An instruction whose result is under way, and when it was issued."""
+
+    at: float
+    latency: int
+
+
+def _count(
+    before: list[str], turn: list[str], turns: int, behind: list[str], occupancy: int
+) -> dict[str, Any]:
+    counted = dict.fromkeys(("matrix", "vector", "scalar", "local", "memory"), 0.0)
+    waits = {"outside": 0.0, "loop": 0.0}
+    pending: dict[str, list[Issued]] = {counter: [] for counter in LATENCY}
+    now = 0.0
+    parts = [("outside", before), *[("loop", turn)] * turns, ("outside", behind)]
+    for where, instruction in ((where, each) for where, part in parts for each in part):
+        for counter, left in re.findall(r"(vmcnt|lgkmcnt)\((\d+)\)", instruction):
+            queue = pending[counter]
+            done = max(0, len(queue) - int(left))  # results come in order
+            ready = [each.at + each.latency / occupancy for each in queue[:done]]
+            del queue[:done]
+            wait = max(0.0, max(ready, default=now) - now)
+            waits[where] += wait
+            now += wait
+        kinds = (kind for start, kind in KINDS.items() if instruction.startswith(start))
+        kind = next(kinds, "memory")
+        counter = "vmcnt" if kind == "memory" else "lgkmcnt"
+        if kind in ("memory", "local") or instruction.startswith("s_load"):
+            pending[counter].append(Issued(now, LATENCY[counter]))
+        counted[kind] += cycles(instruction)
+        now += cycles(instruction)
+    return {
+        **{kind: round(spent) for kind, spent in counted.items()},
+        "waits": round(sum(waits.values())),
+        "loop_waits": round(waits["loop"]),
+        "share": round(counted["matrix"] / sum(counted.values()), 3),
+    }
