@@ -628,7 +628,7 @@ class Conversion:
 
     def limit_loss(
         self,
-        loss: Callable[[Any], Tensor],
+        loss: Callable[[Any], Tensor | float],
         batches: Sequence[Any],
         *,
         relative: float = 2e-4,
@@ -638,16 +638,17 @@ class Conversion:
         An error limit holds for one product; this is about what all of them do together. Each layer
         and chain runs alone in FP8 on one half of the batches. Those whose losses together stay
         within the limit are kept, with the largest gain in time by the database, and then measured
-        together: the upper end of the 95 % interval of the mean change, against `nn.Linear` on the
-        same batches, has to be within the limit on this half and on the other one. If it is not,
+        together: the upper end of the 95 % interval of the mean change, against the same batches
+        without FP8, has to be within the limit on this half and on the other one. If it is not,
         fewer are kept. In predictions only: what errors of gradients do, shows only in training.
 
-        ``tune`` afterwards tries what is left. Limiting again starts from what `convert` or
-        `refresh` chose.
+        It starts from what `convert` or `refresh` chose, so that a tuning is forgotten; ``tune``
+        afterwards tries what is left. What runs at other numbers of rows than those of the batches
+        is not judged: a product goes at all or none.
 
         Args:
             loss: From a batch to its mean loss, by the model, which runs without torch.compile.
-            batches: At least 4. What the second half tells is not used to choose.
+            batches: At least 4. The second half only accepts or rejects a set.
             relative: Largest accepted rise of the loss, over its size.
 
         Returns:
@@ -655,7 +656,8 @@ class Conversion:
 
         Raises:
             MeasurementError: There are fewer than 4 batches, ``relative`` is not above 0, or the
-                loss without FP8 is not finite.
+                loss is not one finite number of float32 or more, differs between two runs of a
+                batch, or calls no converted layer.
             UnknownNameError: The conversion was undone.
             UnsupportedError: The conversion is for training, or torch.distributed has several
                 ranks, which would decide differently.

@@ -8,10 +8,12 @@ is an estimate, and because a sum of many noisy changes hides more than one chan
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 FEWEST_BATCHES = 4  # two for an interval, in each half
 BINS = 1000  # of the limit, in which the knapsack counts losses
 MOST_TRIES = 10  # sets that are measured together
+NOISE = 0.1  # of the limit: what two runs of a batch may differ by
 SHRINK = (0.4, 0.7)  # the next set may lose so much of what the last one might, by its excess
 UNKNOWN_GAIN_US = 1e-3  # of a product without a time at these rows: FP8 rather than not
 FRONT = (0.25, 0.5, 1.0, 2.0, 4.0)  # limits that the outcome tells about, as multiples
@@ -66,7 +69,8 @@ class LimitedSite:
     """A layer or a chain.
 
     Attributes:
-        name: Of the layer, or of the first and last layer of the chain.
+        name: Of the layer, or of the first and last layer of the chain. Layers of a chain have a
+            row, too: their own products run where the chain does not.
         kernels: Names of its kernels.
         change: Of the loss, with it alone in FP8.
         gain_us: What it saves by times in the database, in microseconds; None if unknown.
@@ -89,11 +93,13 @@ class LossLimit:
         relative: The limit.
         before: Change of the loss with everything in FP8, on the first half of the batches.
         predicted: Sum of the changes by the sites that are kept.
-        change: Change with these, on the second half.
+        change: Change with these, on the second half; told because it is within the limit, so that
+            its interval is a little optimistic.
         front: For several limits, the sum of the changes and of the predicted gains in microseconds
             of the sites that would be kept.
         runs: Forward passes.
         seconds: Time that it took.
+        unseen: Layers in FP8 that no batch called; they are as before.
         file: What `save` writes.
     """
 
@@ -105,6 +111,7 @@ class LossLimit:
     front: tuple[tuple[float, float, float], ...]
     runs: int
     seconds: float
+    unseen: tuple[str, ...]
     file: tuning_file.TuningFile
 
     @property
@@ -123,8 +130,9 @@ class LossLimit:
     @property
     def summary(self) -> str:
         """The change of the loss and the gain, in a few words."""
+        unseen = f"; not called, and as before: {', '.join(self.unseen)}" if self.unseen else ""
         if not self.sites:
-            return "no product is quantized at these rows: the loss is that of nn.Linear"
+            return f"no product is quantized at these rows: the loss is that of nn.Linear{unseen}"
         kept = [site for site in self.sites if site.is_kept]
         gains = [sum(s.gain_us or 0.0 for s in some) for some in (kept, self.sites)]
         others = "; ".join(
@@ -134,9 +142,9 @@ class LossLimit:
             f"loss {self.change.mean:+.1e} ({self.change.low:+.1e} to {self.change.high:+.1e} in "
             f"95 %, {self.change.batches} other batches; predicted {self.predicted:+.1e}), limit "
             f"{self.relative:.1e}; everything in FP8 {self.before.mean:+.1e}. "
-            f"{len(kept)} of {len(self.sites)} layers and chains in FP8, {gains[0]:.0f} of "
+            f"{len(kept)} of {len(self.sites)} products and chains kept, {gains[0]:.0f} of "
             f"{gains[1]:.0f} us of predicted gain. By limit: {others}. {self.runs} runs in "
-            f"{self.seconds:.0f} s"
+            f"{self.seconds:.0f} s{unseen}"
         )
 
     def table(self, how: str = "table") -> None:
@@ -159,43 +167,62 @@ class LossLimit:
 
 def limit_loss(
     conversion: Conversion,
-    loss: Callable[[Any], Tensor],
+    loss: Callable[[Any], Tensor | float],
     batches: Sequence[Any],
     relative: float,
 ) -> LossLimit:
     """See `Conversion.limit_loss`."""
     begun = time.monotonic()
-    model, batches = conversion.model, list(batches)
+    model = conversion.model
     if not conversion.is_inference:
         raise UnsupportedError(
             "limit_loss: the conversion is for training, where errors of gradients count, too, "
             "which no forward pass shows; convert with inference=True"
         )
+    if isinstance(batches, Mapping):
+        raise MeasurementError("limit_loss: batches is a mapping; expected a sequence of batches")
+    batches = list(batches)
     if len(batches) < FEWEST_BATCHES:
         raise MeasurementError(
             f"limit_loss: there are {len(batches)} batches; expected at least {FEWEST_BATCHES}"
         )
-    if not (0 < relative < math.inf):
-        raise MeasurementError(f"limit_loss: relative is {relative}; expected more than 0")
+    if not (isinstance(relative, int | float) and 0 < relative < math.inf):
+        raise MeasurementError(f"limit_loss: relative is {relative!r}; expected more than 0")
     refuse_ranks("limit_loss")
-    before = dict(conversion.over_limit), conversion.over_limit_chains
-    with (
-        torch.compiler.set_stance("force_eager"),
-        torch.no_grad(),
-        restored_state(model, is_trained=False),
-    ):
+    routes_before = {name: site.routes for name, site in conversion.sites.items()}
+    plain_before, relus_before = conversion.plain, conversion.has_relus
+    chains_before = conversion.off_chains
+    over_before = conversion.over_limit, conversion.over_limit_chains
+    run = functools.partial(
+        loss_of, functools.partial(_checked, loss), buffers=list(own_buffers(model))
+    )
+    with contextlib.ExitStack() as stack:
+        if not progress.is_shown():
+            from lokakern.render.terminal import TerminalProgress  # rich takes time to import
+
+            stack.enter_context(TerminalProgress())
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(restored_state(model, is_trained=False))
         conversion.over_limit, conversion.over_limit_chains = {}, frozenset()
         try:
             start_again(conversion)
-            rows, _ = observed_rows(conversion, lambda: loss(batches[0]))
-            trial = _Trial(conversion, single(groups_of(conversion, rows, set())), loss, batches)
+            rows, _ = observed_rows(conversion, lambda: [run(batch) for batch in batches])
+            if not rows:
+                raise MeasurementError(
+                    "limit_loss: the loss calls none of the converted layers; expected one that "
+                    "runs the converted model"
+                )
+            groups = single(groups_of(conversion, rows, set()))
+            trial = _Trial(conversion, groups, run, batches)
             off = trial.run(relative)
         except BaseException:
-            conversion.over_limit, conversion.over_limit_chains = before
-            start_again(conversion)
+            conversion.over_limit, conversion.over_limit_chains = over_before
+            conversion.use_routes(
+                routes_before, plain_before, keep_classes=True, off_chains=chains_before,
+                has_relus=relus_before,
+            )  # fmt: skip
             raise
-        groups = trial.groups
-        why = f"the loss may rise by {relative:.1e}, and other layers gain more for it"
+        why = f"the loss may rise by {relative:.1e} at most"
         conversion.over_limit = {
             (groups[place].sites[0], groups[place].gemm): why
             for place in off if groups[place].gemm == "output"
@@ -206,11 +233,30 @@ def limit_loss(
         start_again(conversion)
     progress.tell("loss", 1.0)
     texts = {name: tuple(r.text for r in routes) for name, routes in conversion.untuned.items()}
-    file = tuning_file.file_of(
-        conversion, texts, rows, set(conversion.over_limit), (1.0, 1.0, 1.0), is_graph=False,
-        dropped_chains=conversion.over_limit_chains,
-    )  # fmt: skip
-    return trial.outcome(off, relative, time.monotonic() - begun, file)
+    file = tuning_file.file_of(conversion, texts, rows, set(), (1.0, 1.0, 1.0), is_graph=False)
+    unseen = tuple(
+        name for name, site in conversion.sites.items() if name not in rows and site.routes[0].text
+    )
+    return trial.outcome(off, relative, time.monotonic() - begun, file, unseen)
+
+
+def _checked(loss: Callable[[Any], Tensor | float], batch: Any) -> Tensor | float:
+    found = loss(batch)
+    if isinstance(found, Tensor):
+        if found.numel() != 1:
+            raise MeasurementError(
+                f"limit_loss: the loss has the shape {tuple(found.shape)}; expected one number"
+            )
+        if found.dtype in (torch.float16, torch.bfloat16):
+            raise MeasurementError(
+                f"limit_loss: the loss is {found.dtype}, which hides changes under a thousandth; "
+                "return it in float32"
+            )
+    elif not isinstance(found, int | float):
+        raise MeasurementError(
+            f"limit_loss: the loss is of type {type(found).__name__}; expected one number"
+        )
+    return found
 
 
 def single(groups: Iterable[Group]) -> list[Group]:
@@ -259,131 +305,154 @@ def best_within(items: Sequence[Sequence[Option]], limit: float) -> list[Option]
 
 
 class _Trial:
-    """Runs a model with some groups in FP8, against the same batch with none."""
+    """Runs a model with some groups in FP8, against the same batch with none.
+
+    Relus in products and other layouts of weights are in both: they save time, and change a loss by
+    roundings.
+    """
 
     def __init__(
         self,
         conversion: Conversion,
         groups: list[Group],
-        loss: Callable[[Any], Tensor],
+        run: Callable[[Any], float],
         batches: Sequence[Any],
     ) -> None:
         self.groups, self.runs = groups, 0
-        self._loss, self._batches = loss, batches
+        self._run, self._batches = run, batches
         self._switch = Switch(conversion, groups)
-        self._buffers = list(own_buffers(conversion.model))
-        self._everything: Off = frozenset(range(len(groups)))
-        half = (len(batches) + 1) // 2
-        self._chosen_by, self._held_out = range(half), range(half, len(batches))
-        self._plain: dict[int, float] = {}  # losses without FP8, by batch
-        self._alone: dict[frozenset[int], LossChange] = {}
-        self._items: list[list[Option]] = []
-        self._before = self._change_held = LossChange(0.0, 0.0, 0.0, 0)
-        # Neither changes a loss by more than roundings, and both save time.
-        self._fixed = frozenset(
+        self._free: Off = frozenset(
             place for place, group in enumerate(groups)
-            if group.gemm == RELU or group.kernels == (LAYOUT,)
+            if group.gemm != RELU and group.kernels != (LAYOUT,)
         )  # fmt: skip
+        half = (len(batches) + 1) // 2
+        self._first, self._second = range(half), range(half, len(batches))
+        self._plain: dict[int, float] = {}  # losses without FP8, by batch
+        self._changes: dict[frozenset[int], LossChange] = {}  # of each option
+        self._alone: dict[int, LossChange] = {}  # of each group
+        self._items: list[list[Option]] = []
+        self._kept: list[Option] = []
+        self._before = self._after = LossChange(0.0, 0.0, 0.0, len(self._second))
 
     def run(self, relative: float) -> Off:
         """The groups that are off at the end."""
-        free = self._everything - self._fixed
-        self._before = self._change_held = LossChange(0.0, 0.0, 0.0, len(self._held_out))
-        if not free:
+        if not self._free:
             return frozenset()
-        self._before = self._change(frozenset(), self._chosen_by)
-        self._items = self._measured_items(free)
-        target = relative
+        self._check_repeats(relative)
+        self._before = self._change(self._free, self._first)
+        self._items = self._measured_items()
+        target, tried = relative, set()
         for _ in range(MOST_TRIES):
-            on = self._on(best_within(self._items, target))
-            off = free - on
-            found = self._change(off, self._chosen_by)
+            some = best_within(self._items, target)
+            while some and self._on(some) in tried:  # which seem to cost nothing
+                some.remove(max(some, key=lambda x: (self._changes[x.on].high, -x.gain_us)))
+            if not some:
+                break
+            on = self._on(some)
+            tried.add(on)
+            found = self._change(on, self._first)
             if found.high <= relative:
-                found = self._change(off, self._held_out)
-                if found.high <= relative:
-                    self._change_held = found
-                    return off
-            target *= min(max(SHRINK[0], relative / found.high), SHRINK[1])
-        return self._everything  # to the bit as nn.Linear
+                found = self._change(on, self._second)
+            if found.high <= relative:
+                self._kept, self._after = some, found
+                return self._free - on
+            spent = sum(option.loss for option in some) or target
+            target = min(target, spent) * min(max(SHRINK[0], relative / found.high), SHRINK[1])
+        return self._free
 
     def outcome(
-        self, off: Off, relative: float, seconds: float, file: tuning_file.TuningFile
+        self,
+        off: Off,
+        relative: float,
+        seconds: float,
+        file: tuning_file.TuningFile,
+        unseen: tuple[str, ...],
     ) -> LossLimit:
         """What is told."""
-        sites = []
-        for place, group in enumerate(self.groups):
-            alone = self._alone.get(frozenset({place}))
-            if alone is not None:
-                sites.append(LimitedSite(group.sites[0], group.kernels, alone,
-                                         group.predicted_us, place not in off))  # fmt: skip
-        kept = [o for options in self._items for o in options if not o.on & off]
+        sites = [
+            LimitedSite(group.sites[0], group.kernels, self._alone[place], group.predicted_us,
+                        place not in off)
+            for place, group in enumerate(self.groups) if place in self._alone
+        ]  # fmt: skip
         front = []
         for multiple in FRONT:
-            within = best_within(self._items, multiple * relative) if self._items else []
-            front.append((
-                multiple * relative, sum(o.loss for o in within), sum(o.gain_us for o in within)
-            ))  # fmt: skip
-        predicted = sum(self._alone[option.on].mean for option in kept)
+            limit = multiple * relative
+            within = best_within(self._items, limit) if self._items else []
+            front.append((limit, sum(map(self._mean, within)), sum(o.gain_us for o in within)))
         return LossLimit(
-            tuple(sites), relative, self._before, predicted, self._change_held, tuple(front),
-            self.runs, seconds, file,
+            tuple(sites), relative, self._before, sum(map(self._mean, self._kept)), self._after,
+            tuple(front), self.runs, seconds, unseen, file,
         )  # fmt: skip
 
-    def _measured_items(self, free: Off) -> list[list[Option]]:
-        """Each chain, or instead of it the products of its layers; and each other product."""
-        items: list[list[tuple[frozenset[int], float]]] = []
-        left = set(free)
-        for place in sorted(free):
+    def _check_repeats(self, relative: float) -> None:
+        """Refuse a loss that differs between two runs of the same batch."""
+        place = self._first[0]
+        once, again = (self._losses(frozenset(), [place])[0] for _ in range(2))
+        if not abs(relative_change(once, again)) <= NOISE * relative and math.isfinite(once):
+            raise MeasurementError(
+                f"limit_loss: without FP8 the loss of batch {place} is {once} and {again} in two "
+                "runs: something of it is not restored between them, such as a generator of its "
+                "own, or a buffer that forward replaces"
+            )
+
+    def _measured_items(self) -> list[list[Option]]:
+        """Each chain, or its layers without it; and each other product."""
+        items: list[list[tuple[int, frozenset[int]]]] = []  # what it is named by, and what is on
+        left = set(self._free)
+        for place in sorted(self._free):
             for sites in self.groups[place].chains:
                 inside = frozenset(
-                    other for other in free
+                    other for other in self._free
                     if not self.groups[other].chains and self.groups[other].sites[0] in sites
                 )  # fmt: skip
                 left -= inside | {place}
-                # That of a chain is over the products that would run instead.
-                gain_us = self._gain_us(inside)
-                chain = frozenset({place}), gain_us + self._gain_us({place})
-                items.append([chain, *([(inside, gain_us)] if inside else [])])
-        items += [[(frozenset({place}), self._gain_us({place}))] for place in sorted(left)]
+                # With a chain its layers keep their routes, which run where there is no chain.
+                whole = [(place, inside | {place})]
+                items.append([*whole, (-1, inside)] if inside else whole)
+                for other in inside:
+                    self._alone[other] = self._change(frozenset({other}), self._first)
+        items += [[(place, frozenset({place}))] for place in sorted(left)]
         found = []
         for number, ways in enumerate(items):
             progress.tell("loss", 0.9 * number / len(items))
-            found.append([Option(on, self._loss_with(on, free), gain_us) for on, gain_us in ways])
+            options = []
+            for place, on in ways:
+                change = self._change(on, self._first)
+                self._changes[on] = change
+                if place >= 0:
+                    self._alone[place] = change
+                known = (self.groups[other].predicted_us for other in on)
+                gain_us = sum(UNKNOWN_GAIN_US if us is None else us for us in known)
+                loss = max(change.mean, 0.0) if math.isfinite(change.mean) else math.inf
+                options.append(Option(on, loss, gain_us))
+            found.append(options)
         return found
 
-    def _gain_us(self, places: Iterable[int]) -> float:
-        known = (self.groups[place].predicted_us for place in places)
-        return sum(UNKNOWN_GAIN_US if us is None else us for us in known)
-
-    def _loss_with(self, on: frozenset[int], free: Off) -> float:
-        """Change of the loss with some groups on; and, for the table, with each of them."""
-        for some in dict.fromkeys((on, *(frozenset({place}) for place in on))):
-            self._alone[some] = self._change(free - some, self._chosen_by)
-        mean = self._alone[on].mean
-        return max(mean, 0.0) if math.isfinite(mean) else math.inf
+    def _mean(self, option: Option) -> float:
+        return self._changes[option.on].mean
 
     def _on(self, options: Iterable[Option]) -> frozenset[int]:
         return frozenset(place for option in options for place in option.on)
 
-    def _change(self, off: Off, batches: Iterable[int]) -> LossChange:
+    def _change(self, on: frozenset[int], batches: Iterable[int]) -> LossChange:
         """The relative change of the loss over some batches."""
-        for place in batches:
+        places = list(batches)
+        for place in places:
             if place not in self._plain:
-                self._plain[place] = self._losses(self._everything, [place])[0]
+                self._plain[place] = self._losses(frozenset(), [place])[0]
                 if not math.isfinite(self._plain[place]):
                     raise MeasurementError(
                         f"limit_loss: without FP8 the loss of batch {place} is "
                         f"{self._plain[place]}; expected a finite number"
                     )
-        places = list(batches)
-        after = self._losses(off, places)
+        after = self._losses(on, places)
         return interval_of([
             relative_change(self._plain[place], one)
             for place, one in zip(places, after, strict=True)
         ])  # fmt: skip
 
-    def _losses(self, off: Off, places: Iterable[int]) -> list[float]:
-        self._switch(off)
-        found = [loss_of(self._loss, self._batches[place], self._buffers) for place in places]
+    def _losses(self, on: frozenset[int], places: Iterable[int]) -> list[float]:
+        self._switch(self._free - on)
+        found = [self._run(self._batches[place]) for place in places]
         self.runs += len(found)
         return found

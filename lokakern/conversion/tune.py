@@ -210,9 +210,7 @@ def tune(
     progress.tell("tuning", 1.0)
     products = [groups[place] for place in off if groups[place].gemm in GEMMS]
     dropped = {(name, group.gemm) for group in products for name in group.sites}
-    dropped |= conversion.over_limit.keys()
     off_chains = {sites for place in off for sites in groups[place].chains}
-    off_chains |= conversion.over_limit_chains
     has_relus = applies_relus(groups, off)
     after = search.after
     gain = (1.0, 1.0, 1.0) if after is None else (after.value, after.low, after.high)
@@ -239,6 +237,8 @@ def apply_tuning(conversion: Conversion, file: tuning_file.TuningFile) -> None:
         for name, site in conversion.sites.items()
     }
     changed = {name: new for name, new in routes.items() if new != conversion.sites[name].routes}
+    conversion.over_limit = dict.fromkeys(file.over_limit, OFF)
+    conversion.over_limit_chains = file.over_limit_chains
     conversion.use_routes(
         changed, plain=by_gemm["output"], off_chains=file.dropped_chains, has_relus=file.has_relus
     )

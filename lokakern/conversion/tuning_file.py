@@ -48,11 +48,12 @@ _Positive = Annotated[float, Meta(gt=0, lt=1e6)]
 
 
 class Product(Struct, forbid_unknown_fields=True, frozen=True):
-    """A product of a site: its name, its route, and whether the route is kept."""
+    """A product of a site: its name, its route, whether the route is kept, or what gave it up."""
 
     gemm: _Name
     route: _Text
     is_kept: bool
+    is_over_limit: bool = False  # of the loss
 
 
 class TunedChain(Struct, forbid_unknown_fields=True, frozen=True):
@@ -61,6 +62,7 @@ class TunedChain(Struct, forbid_unknown_fields=True, frozen=True):
     sites: Annotated[list[_Name], Meta(max_length=1000)]
     plan: Annotated[str, Meta(max_length=200_000)]
     is_kept: bool
+    is_over_limit: bool = False  # of the loss
 
 
 class TunedSite(Struct, forbid_unknown_fields=True, frozen=True):
@@ -103,6 +105,16 @@ class TuningFile(Struct, forbid_unknown_fields=True, frozen=True):
         """Chains that are not kept, as names of their layers."""
         return {tuple(chain.sites) for chain in self.chains if not chain.is_kept}
 
+    @property
+    def over_limit(self) -> set[tuple[str, str]]:
+        """Of the products that are not kept those that a limit of the loss gave up."""
+        return {(s.name, p.gemm) for s in self.sites for p in s.products if p.is_over_limit}
+
+    @property
+    def over_limit_chains(self) -> frozenset[ChainSites]:
+        """The same of chains."""
+        return frozenset(tuple(chain.sites) for chain in self.chains if chain.is_over_limit)
+
 
 def file_of(
     conversion: Conversion,
@@ -119,17 +131,22 @@ def file_of(
 
     ``tried`` are kernels that were timed besides those of routes and chains.
     """
+    over = conversion.over_limit
     sites, gemms = [], {s.name: [r.gemm for r in s.routes] for s in conversion.sites.values()}
     for name, texts in routes.items():
         n, k, has_bias, weight = shape_of(conversion.sites[name].module)
         products = [
-            Product(gemm, text, (name, gemm) not in dropped)
+            Product(gemm, text, (name, gemm) not in {*dropped, *over}, (name, gemm) in over)
             for gemm, text in zip(gemms[name], texts, strict=True)
         ]
         dtype = str(weight.dtype).removeprefix("torch.")
         sites.append(TunedSite(name, n, k, has_bias, dtype, rows.get(name, []), products))
     plans = chain_texts(conversion.spans)
-    chains = [TunedChain([*x], text, x not in dropped_chains) for x, text in plans.items()]
+    over_chains = conversion.over_limit_chains
+    chains = [
+        TunedChain([*x], text, x not in {*dropped_chains, *over_chains}, x in over_chains)
+        for x, text in plans.items()
+    ]
     every = {text for texts in routes.values() for text in texts}
     found = TuningFile(
         FORMAT, VERSION, __version__, str(torch.__version__), now_utc_ms(),

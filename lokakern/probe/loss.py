@@ -23,8 +23,10 @@ from lokakern.nn.module_scan import Joined, weight_of
 from lokakern.registry.register import fp8_format
 from lokakern.types import Granularity
 
-# 97.5 % quantiles of Student's t, for 1, 2, ... degrees of freedom; beyond, 1.96 + 2.4 / degrees.
+# 97.5 % quantiles of Student's t, for 1, 2, ... degrees of freedom; beyond, a series in their
+# inverse that is right to 0.001.
 STUDENT = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+LARGEST = 1e100  # a change whose square is finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +53,11 @@ def interval_of(changes: list[float]) -> LossChange:
     count = len(changes)
     if count < 2:
         raise MeasurementError(f"an interval needs at least 2 batches; there were {count}")
-    mean = statistics.fmean(changes)
-    if not all(map(math.isfinite, changes)):
+    if not all(abs(change) < LARGEST for change in changes):  # NaN, too
         return LossChange(math.inf, math.inf, math.inf, count)
-    quantile = STUDENT[count - 2] if count - 2 < len(STUDENT) else 1.96 + 2.4 / (count - 1)
+    mean = statistics.fmean(changes)
+    degrees = count - 1
+    quantile = (*STUDENT, 1.96 + 2.4 / degrees + 2.5 / degrees**2)[min(degrees - 1, len(STUDENT))]
     half = quantile * statistics.stdev(changes) / math.sqrt(count)
     return LossChange(mean, mean - half, mean + half, count)
 
@@ -90,12 +93,12 @@ def loss_changes(
 
 
 def relative_change(before: float, after: float) -> float:
-    """``(after - before) / |before|``; infinite for a change of 0."""
+    """``(after - before) / |before|``; infinite for any change of a loss of 0."""
     change, size = after - before, abs(before)
     return change / size if size else math.inf if change else 0.0
 
 
-def loss_of(loss: Callable[[Any], Tensor], batch: Any, buffers: Sequence[Tensor]) -> float:
+def loss_of(loss: Callable[[Any], Tensor | float], batch: Any, buffers: Sequence[Tensor]) -> float:
     """A loss without gradients; random numbers and buffers are as before afterwards."""
     is_up = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     devices = range(torch.cuda.device_count()) if is_up else ()

@@ -61,9 +61,12 @@ class ChainScript(Script):
 
 
 def tuned(
-    model: nn.Module, gains_us: dict[tuple[str, str], float], **options: Any
+    model: nn.Module,
+    gains_us: dict[tuple[str, str], float],
+    handle: Conversion | None = None,
+    **options: Any,
 ) -> tuple[Tuning, Conversion, ChainScript]:
-    handle = convert(model, 0.06)
+    handle = handle or convert(model, 0.06)
     script = ChainScript(handle, lambda on: 100.0 - sum(gains_us.get(x, 0.0) for x in on))
 
     def step() -> None:
