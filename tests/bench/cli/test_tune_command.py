@@ -76,7 +76,9 @@ def test_a_model_is_tuned_and_its_outcome_saved(run: Run, models: str, tmp_path:
     assert sorted(row["gemm"] for row in found["groups"]) == [
         "grad_input", "grad_weight", "output", "relu",
     ]  # fmt: skip
-    assert {row["sites"] for row in found["groups"]} == {"0"}
+    sites = {row["gemm"]: row["sites"] for row in found["groups"]}
+    assert sites.pop("relu") == "0, 2"  # forms of layers in compiled code
+    assert set(sites.values()) == {"0"}
     assert "gain over nn.Linear" in found["summary"] and f"tuned={str(out)!r}" in err
     assert [site.name for site in tuning_file.read(out).sites] == ["0", "2"]
     module = sys.modules[models]
