@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import math
@@ -20,7 +21,9 @@ from lokakern.conversion.convert import Conversion
 from lokakern.conversion.loss_limit import BINS, LossLimit, Option, best_within
 from lokakern.conversion.tune import tune
 from lokakern.errors import MeasurementError, UnsupportedError
+from lokakern.nn.rectified import KERNEL as RELU_KERNEL
 from lokakern.nn.routed_matmul import kernel_at
+from lokakern.problems import make_problem
 from lokakern.selection import dispatcher
 from lokakern.selection.weight_forms import with_weight
 from tests.conversion.test_chain_spans import is_chained, tower
@@ -39,6 +42,8 @@ def known(tmp_path: Path) -> Iterator[Book]:
     """Square layers are faster in FP8."""
     problem = with_weight(gemm(M, WIDTH, WIDTH), "row", H200)
     found = [time(BF16, problem, 9.0), time(ROW, problem, 4.0), accuracy(ROW, problem, 0.04)]
+    relu = make_problem("gemm_norm", (512, 8, 8), epilogue="bias+relu")
+    found.append(time(RELU_KERNEL, relu, 3.0))
     yield Book(tmp_path / "rows.sqlite").write(*found).use()
     dispatcher.use_snapshot(None)
 
@@ -356,6 +361,24 @@ def test_a_loss_that_raises_changes_nothing(known: Book) -> None:
     with pytest.raises(ValueError, match="no more"):
         handle.limit_loss(failing, batches(), relative=1.0)
     assert not in_fp8(handle)  # a tuning stays
+
+
+def test_relus_in_products_are_not_given_up(known: Book) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(WIDTH, 16), nn.ReLU(), nn.Linear(16, WIDTH), nn.Linear(WIDTH, WIDTH)
+    ).bfloat16()
+    plain = copy.deepcopy(model).double()
+    handle = convert(model.requires_grad_(False), 0.06)
+    relus = handle.rectified
+    assert list(relus) == ["0"]
+
+    def loss(x: Tensor) -> Tensor:
+        return 1.0 + (model(x) - plain(x.double())).square().mean()
+
+    found = handle.limit_loss(loss, batches(), relative=1e-12)
+    assert [(site.name, site.is_kept) for site in found.sites] == [("3", False)]
+    assert handle.rectified == relus and not in_fp8(handle)
 
 
 def test_a_product_whose_loss_is_not_finite_goes(known: Book) -> None:

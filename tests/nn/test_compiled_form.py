@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import subprocess
 import sys
@@ -21,10 +22,12 @@ from lokakern.nn.compiled_form import DOT, SUMS, form_at, form_of
 from lokakern.nn.linear import Linear
 from lokakern.nn.norm_gradient import is_fast
 from lokakern.sums import column_sums
+from tests.support import compiled_steps
+from tests.support.compiled_steps import compiled, step
 from tests.support.routed_layers import BY_ROW, K, rows
 
-OP = "lokakern::bias_gradient"
 N = 2 * K
+calls_of = functools.partial(compiled_steps.calls_of, "lokakern::bias_gradient")
 
 
 @pytest.fixture(autouse=True)
@@ -52,29 +55,11 @@ def plain_of(model: nn.Module) -> nn.Module:
     return model
 
 
-def step(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    y = model(x)
-    y.backward(torch.linspace(-1, 1, y.numel(), device=y.device).view_as(y).to(y.dtype))
-    return y
-
-
 def results(model: Any, x: Tensor) -> list[Tensor]:
     """The output and all gradients of one training step."""
     x = x.detach().clone().requires_grad_()
     y = step(model, x)
     return [y.detach(), x.grad, *(p.grad for p in model.parameters())]  # type: ignore[list-item]
-
-
-def calls_of(model: Any, x: Tensor) -> int:
-    """How many sums for biases a second step makes by the op."""
-    step(model, x)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
-        step(model, x)
-    return sum(event.name == OP for event in found.events())
-
-
-def compiled(model: nn.Module, **options: Any) -> Any:
-    return torch.compile(model, backend="aot_eager", **options)
 
 
 def test_the_form_of_a_layer() -> None:

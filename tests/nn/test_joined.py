@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -17,10 +17,12 @@ from lokakern.nn.linear import Linear
 from lokakern.nn.rectified import rectified_between
 from lokakern.nn.static_handoff import BoundedSequential, set_handoff
 from lokakern.sums import column_sums
+from tests.support import compiled_steps
+from tests.support.compiled_steps import compiled, step
 from tests.support.routed_layers import BY_ROW, K, layer_of, rows
 
-OP = "lokakern::norm_gradient"
 N = 2 * K
+calls_of = functools.partial(compiled_steps.calls_of, "lokakern::norm_gradient")
 
 
 @pytest.fixture(autouse=True)
@@ -51,29 +53,10 @@ def usual() -> nn.Sequential:
     )  # fmt: skip
 
 
-def step(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """One training step whose gradients differ everywhere."""
-    y = model(x)
-    y.backward(torch.linspace(-1, 1, y.numel()).view_as(y).to(y.dtype))
-    return y
-
-
 def gradients(model: nn.Sequential, x: Tensor) -> list[Tensor]:
     found = [x.grad, *(p.grad for p in model.parameters())]
     assert all(grad is not None for grad in found)
     return [grad.double() for grad in found if grad is not None]
-
-
-def calls_of(model: Callable[[Tensor], Tensor], x: Tensor) -> int:
-    """How many ops compute the gradients of a second step."""
-    step(model, x)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
-        step(model, x)
-    return sum(event.name == OP for event in found.events())
-
-
-def compiled(model: nn.Module, **options: Any) -> Any:
-    return torch.compile(model, backend="aot_eager", **options)
 
 
 def test_where_gradients_are_joined() -> None:
