@@ -278,19 +278,25 @@ def _is_read_in_order(ir: Any, graph: Any, x: Any) -> bool:
     It also computes what x is made of, as far as that is no result of a library or a reduction. Of
     a view of x this is not asked: a gradient is usually reshaped, which keeps the order.
     """
-    while isinstance(x, ir.TensorBox | ir.StorageBox | ir.BaseView | ir.ComputedBuffer):
-        x = x.data
-    for read in x.get_reads():
-        if not getattr(read, "var_names", ()):
-            continue
-        last = read.var_names[-1]
-        step = read.index.subs(last, last + 1) - read.index
-        if step.expand(identity=True) not in (0, 1):  # Inductor marks indices of parts
-            return False
-        made = graph.try_get_buffer(read.name)
-        is_made_too = isinstance(made, ir.ComputedBuffer) and isinstance(made.data, ir.Pointwise)
-        if is_made_too and not _is_read_in_order(ir, graph, made):
-            return False
+    left, seen = [x], set()
+    while left:
+        x = left.pop()
+        while isinstance(x, ir.TensorBox | ir.StorageBox | ir.BaseView | ir.ComputedBuffer):
+            x = x.data
+        for read in x.get_reads():
+            if not getattr(read, "var_names", ()):
+                continue
+            last = read.var_names[-1]
+            step = read.index.subs(last, last + 1) - read.index
+            if step.expand(identity=True) not in (0, 1):  # Inductor marks indices of parts
+                return False
+            made = graph.try_get_buffer(read.name)
+            is_made_too = isinstance(made, ir.ComputedBuffer) and isinstance(
+                made.data, ir.Pointwise
+            )
+            if is_made_too and read.name not in seen:
+                seen.add(read.name)
+                left.append(made)
     return True
 
 
