@@ -482,9 +482,11 @@ class Conversion:
     def _form_of(self, module: Routed) -> str:
         """The form of a layer in compiled code."""
         is_wanted = self.has_relus and self._between and not isinstance(self._wanted, Forced)
-        if not is_wanted or self._inference or not isinstance(module, Linear):
+        if not is_wanted or not isinstance(module, Linear):
             return ""
         form = form_of(module)
+        if self._inference and form != DOT:
+            return ""
         is_timed = form and dispatcher.snapshot().is_timed(
             GRADIENT_KERNEL, self._device_for(module.weight)
         )
@@ -806,7 +808,7 @@ class Conversion:
                 f"activation behind {', '.join(self.joined)}"
             )
         if dots := [name for name, form in self.forms.items() if form == DOT]:
-            notes.append(f"compiled training: sums over products of elements in {', '.join(dots)}")
+            notes.append(f"compiled code: sums over products of elements in {', '.join(dots)}")
         if SUMS in self.forms.values():
             notes.append(
                 "compiled training: gradients of biases are summed apart where the compiler's "

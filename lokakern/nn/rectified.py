@@ -17,12 +17,12 @@ from torch.compiler import is_compiling, is_exporting
 from torch.nn import Parameter, ReLU  # not by torch.nn: see `lokakern.nn.routed_matmul`
 
 from lokakern.functional.checks import is_traced
+from lokakern.nn.autocast import is_in_bfloat16
 from lokakern.nn.chain_call import has_global_hooks, has_own_call, is_usual, rows_in, static_rows
 from lokakern.nn.linear import (
     ALTERED,
     OFFLOADED,
     Linear,
-    _fits,
     _wants_gradients,
     fuse_quantizers,
 )
@@ -144,7 +144,9 @@ def rectifying_way(
     dynamic.
     """
     is_at = quantizes_at((route,), m) if m >= 0 else _is_at_any(route)
-    if not is_at or not (dtype is weight_dtype is bfloat16 and _fits(dtype, weight_dtype, device)):
+    if not is_at or not (
+        dtype is weight_dtype is bfloat16 and is_in_bfloat16(dtype, weight_dtype, device)
+    ):
         return ""
     if torch._C._are_functorch_transforms_active() or not are_calls_plain():
         return ""

@@ -210,11 +210,11 @@ def test_gradients_behind_layers_are_joined_in_training_where_their_kernel_was_t
     handle = convert(model, 0.06)
     assert handle.joined == {"0": "layer relu", "3": "none relu"}
     assert handle.forms == {"0": SUMS, "3": SUMS, "5": DOT}
-    for options in ({"inference": True}, {"between": False}):
+    for options, forms in (({"inference": True}, {"5": DOT}), ({"between": False}, {})):
         other = convert(normed(), 0.06, **options)
-        assert not other.joined and not other.forms
+        assert not other.joined and other.forms == forms
     assert not convert(normed(), kernels="row").forms
-    assert not convert(normed().float(), 0.06).forms
+    assert convert(normed().float(), 0.06).forms == handle.forms  # for autocast
     handle.use_routes({}, has_relus=False)  # as tuning decides
     assert not handle.joined and not handle.rectified and not handle.forms
     assert not any(module.form for module in model if isinstance(module, Linear))
@@ -223,7 +223,7 @@ def test_gradients_behind_layers_are_joined_in_training_where_their_kernel_was_t
     assert model[5].form == DOT
     handle.table()
     told = " ".join(capsys.readouterr().out.split())
-    assert "compiled training: sums over products of elements in 5" in told
+    assert "compiled code: sums over products of elements in 5" in told
     assert "compiled training: gradients of biases are summed apart" in told
     handle.undo()
     assert type(model) is nn.Sequential
