@@ -19,7 +19,7 @@ from torch.nn.functional import hardswish, layer_norm, relu, rms_norm, silu
 
 from lokakern.nn.block_rms_norm import BlockRMSNorm, block_rms_norm
 from lokakern.nn.chain_call import has_own_call, is_usual
-from lokakern.nn.linear import Linear, fuse_quantizers
+from lokakern.nn.linear import ALTERED, Linear, fuse_quantizers
 from lokakern.nn.norm_gradient import is_fast, takes
 from lokakern.nn.rectified import are_calls_plain, has_backward_hooks
 from lokakern.nn.routed_matmul import OPS
@@ -30,6 +30,7 @@ from lokakern.nn.routed_matmul import OPS
 LONGEST_ROW = 2048
 LONGEST_OF_BLOCKS = 8192  # columns of a row whose blocks have statistics of their own; not timed
 BLOCKS = (8, 16, 32, 64, 128, 256)  # columns of such a block that the kernel takes
+NORMS = (nn.LayerNorm, nn.RMSNorm, BlockRMSNorm)
 ACTIVATIONS: dict[type[nn.Module], str] = {
     nn.ReLU: "relu",
     nn.Hardswish: "hardswish",
@@ -42,24 +43,31 @@ _BLOCK_NORM = "block_rms("
 def joined_between(sequence: nn.Sequential) -> tuple[str, ...]:
     """For each layer the norm and the activation behind it, such as "layer relu", or "".
 
-    Either may be missing, and is "none" then; see `joined_text`.
+    Either may be missing, and is "none" then; see `joined_at`.
     """
     modules = list(sequence)
     found = [""] * len(modules)
     for place, layer in enumerate(modules):
         if type(layer) is Linear:
             behind = modules[place + 1 : place + 3]
-            norm = behind.pop(0) if behind and _norm_of(behind[0])[0] else None
+            norm = behind.pop(0) if behind and type(behind[0]) in NORMS else None
             activation = ACTIVATIONS.get(type(behind[0]), "none") if behind else "none"
-            found[place] = joined_text(layer, norm, activation)
+            found[place] = joined_at(layer, norm, activation)
     return tuple(found)
 
 
-def joined_text(layer: Linear, norm: nn.Module | None, activation: str) -> str:
-    """The norm and the activation behind a layer if one op is to compute the gradients, or "".
+def joined_at(layer: nn.Module, norm: nn.Module | None, activation: str) -> str:
+    """The text of `joined_between` for a layer, or "".
 
     Without a norm there has to be a bias, else nothing is summed, and an activation.
+
+    Args:
+        layer: A module.
+        norm: The norm behind it, if any.
+        activation: A name of `ACTIVATIONS`, or "none".
     """
+    if not isinstance(layer, Linear):
+        return ""
     is_whole = layer.padding == (0, 0) and not layer.is_mixing and not layer.is_held
     columns = layer.out_features
     if not is_whole or layer.weight.dtype is not bfloat16 or not takes(columns):
@@ -104,7 +112,7 @@ def multiply_joined(
     gradient is not wanted.
 
     Args:
-        modules: As many as `count_joined` says.
+        modules: As many as `count_joined` says, or one less where a function is the activation.
         x: The input.
         text: See `joined_between`.
         input_scale: Of the layer, see `Linear.forward`.
@@ -114,7 +122,7 @@ def multiply_joined(
     norm = behind[0] if kind != "none" else None
     if type(layer) is not Linear or has_own_call(layer) or has_backward_hooks(layer):
         return None
-    if activation != "none":
+    if activation != "none" and len(modules) == count_joined(text):
         last = behind[-1]
         if ACTIVATIONS.get(type(last)) != activation:
             return None
@@ -139,6 +147,8 @@ def multiply_with_norm(
     """
     kind, activation = text.split()
     if not is_usual(x) or not is_grad_enabled() or (norm is None) != (kind == "none"):
+        return None
+    if layer._plan.startswith(ALTERED):  # by a mod, since
         return None
     bias: Any = layer.bias
     vectors, eps = [bias, None, None], 0.0

@@ -25,7 +25,7 @@ from lokakern.nn.chain_call import (
     words_of_plan,
 )
 from lokakern.nn.chain_plan import read_plan
-from lokakern.nn.joined import joined_text, joined_way, multiply_with_norm
+from lokakern.nn.joined import joined_at, joined_way, multiply_with_norm
 from lokakern.nn.linear import OWN_CHAIN, Linear
 from lokakern.nn.routed_matmul import prepare_to_be_compiled
 from lokakern.norm import Norm, norm_named
@@ -108,8 +108,8 @@ class LinearNormAct(Linear):
 
     @property
     def joined(self) -> str:
-        """Its norm and activation if one op is to compute their gradients, see `joined_text`."""
-        return joined_text(self, self._norm, self.activation)
+        """Its norm and activation if one op is to compute their gradients, see `joined_at`."""
+        return joined_at(self, self._norm, self.activation)
 
     @property
     def _norm(self) -> nn.Module | None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
+from lokakern import mods
 from lokakern.nn import joined, norm_gradient, rectified
 from lokakern.nn.block_rms_norm import BlockRMSNorm
 from lokakern.nn.joined import count_joined, joined_between
@@ -139,16 +140,18 @@ LAST: dict[str, Callable[[], nn.Module]] = {
 def test_every_norm_with_every_activation(norm: str, bias: bool) -> None:
     """Also of 24 and 200 columns."""
     make = NORMS[norm]
+    torch.manual_seed(0)
     model = model_of(
         Linear(K, 200, bias=bias), make(200), nn.ReLU(), Linear(200, 24, bias=bias), make(24),
         nn.Hardswish(), Linear(24, 64, bias=bias), make(64), nn.SiLU(inplace=True),
         Linear(64, 40, bias=bias), make(40),
     )  # fmt: skip
-    check(model, rows(130) if bias else rows(130).view(2, 65, K), 4, factor=1.6)
+    check(model, rows(130) if bias else rows(130).view(2, 65, K), 4, factor=2.0)
 
 
 @pytest.mark.parametrize("last", LAST)
 def test_an_activation_alone(last: str) -> None:
+    torch.manual_seed(0)
     model = model_of(Linear(K, 200), LAST[last](), Linear(200, 24), LAST[last](), Linear(24, 8))
     model[0].weight.data.mul_(8.0)  # where a hardswish ends
     check(model, rows(130), 2)
@@ -313,6 +316,7 @@ def _hook(*_given: object) -> None:
         (lambda m: m.requires_grad_(False), 0),
         (lambda m: m.float(), 0),
         (lambda m: m.__setitem__(1, nn.LayerNorm(N).bfloat16()), 0),  # other modules than known
+        (lambda m: mods.apply(m[0], [mods.Pad(k=20, n=1)]), 3),
         (lambda m: setattr(m[0], "bias", None), 4),
         (lambda m: setattr(m[1], "bias", None), 4),
         (lambda m: setattr(m[6], "bias", None), 3),  # a relu alone
