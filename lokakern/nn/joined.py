@@ -92,9 +92,8 @@ def _norm_of(norm: nn.Module) -> tuple[str, int, float]:
     if type(norm) is nn.LayerNorm and len(norm.normalized_shape) == 1:
         return "layer", norm.normalized_shape[0], norm.eps
     if type(norm) is nn.RMSNorm and len(norm.normalized_shape) == 1:
-        # torch computes in float32, and takes its eps.
-        eps = torch.finfo(torch.float32).eps if norm.eps is None else norm.eps
-        return "rms", norm.normalized_shape[0], eps
+        # torch computes in float32, and takes its eps; a number of this file would be a symbol.
+        return "rms", norm.normalized_shape[0], 2.0**-23 if norm.eps is None else norm.eps
     return "", 0, 0.0
 
 
@@ -231,6 +230,7 @@ class JoinedGradients(torch.autograd.Function):
         y, bias, weight, shift = ctx.saved_tensors
         given = (y, bias, weight, shift, ctx.kind, ctx.activation, ctx.eps)
         dy, sums = OPS.norm_gradient(gradients[0], *given)
-        rows = iter(sums.unbind())
-        of_vectors = (None if vector is None else next(rows) for vector in (bias, weight, shift))
-        return dy, *of_vectors, None, None, None
+        of_bias = None if bias is None else sums[0]
+        of_weight = None if weight is None else sums[int(bias is not None)]
+        of_shift = None if shift is None else sums[-1]
+        return dy, of_bias, of_weight, of_shift, None, None, None
