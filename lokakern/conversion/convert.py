@@ -484,7 +484,8 @@ class Conversion:
         is_wanted = self.has_relus and self._between and not isinstance(self._wanted, Forced)
         if not is_wanted or not isinstance(module, Linear):
             return ""
-        form = form_of(module)
+        form = module.joined if isinstance(module, LinearNormAct) else ""
+        form = form or form_of(module)
         if self._inference and form != DOT:
             return ""
         is_timed = form and dispatcher.snapshot().is_timed(
@@ -543,11 +544,16 @@ class Conversion:
     @property
     def joined(self) -> dict[str, str]:
         """Names of sites with what is behind them whose gradients one op computes, as text."""
-        return self._between_sites("joined")
+        alone = {name: form for name, form in self._forms_at().items() if form not in (DOT, SUMS)}
+        return self._between_sites("joined") | alone
 
     @property
     def forms(self) -> dict[str, str]:
         """Names of sites with a form in compiled code, see `lokakern.nn.compiled_form`."""
+        return {name: form for name, form in self._forms_at().items() if form in (DOT, SUMS)}
+
+    def _forms_at(self) -> dict[str, str]:
+        """The forms of sites by name, those of a `LinearNormAct` with joined gradients, too."""
         return {
             name: form for name, site in self.sites.items()
             for form in (chosen.form for chosen in self._chosen_for(site)) if form

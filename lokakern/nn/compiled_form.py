@@ -8,6 +8,9 @@ input in the kernel that reads it.
 
 `SUMS`, in training: the gradient of the bias by an op of its own, `lokakern.nn.bias_gradient`,
 where the kernel of the compiler that would compute it does not read along the rows of memory.
+
+That of a `LinearNormAct` is a text of `lokakern.nn.joined`, if it has one; where its gradients are
+not computed so, its product is in the form `SUMS`.
 """
 
 from __future__ import annotations
@@ -85,7 +88,8 @@ def multiply_in_form(layer: Linear, x: Tensor, input_scale: str) -> Tensor | Non
         x: The input.
         input_scale: See `Linear.forward`.
     """
-    weight, bias, form = layer.weight, layer.bias, layer.form
+    weight, bias = layer.weight, layer.bias
+    form = DOT if layer.form == DOT else SUMS
     if type(x) is not Tensor or x.is_meta or x.is_nested or x.dim() < 2:
         return None
     if type(weight) is not Parameter or not x.shape[-1] or x.shape[-1] != weight.shape[1]:

@@ -662,7 +662,7 @@ class Linear(nn.Linear, Routed):
             return _traced_product(self, plan, input, None, self.bias, input_scale)
         return self.product(input, self.weight, self.bias, input_scale)
 
-    def forward_with(self, input: Tensor, bias: Tensor, input_scale: str = "") -> Tensor:
+    def forward_with(self, input: Tensor, bias: Tensor | None, input_scale: str = "") -> Tensor:
         """`forward` with another bias, for compilers; not with padding or across tokens."""
         if not self._plan:
             return linear(input, self.weight, bias)

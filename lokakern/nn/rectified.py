@@ -185,8 +185,8 @@ def are_calls_plain() -> bool:
         return False
     methods = (
         *((kind.forward, of.activation) for kind in (nn.ReLU, nn.Hardswish, nn.SiLU)),
-        (nn.LayerNorm.forward, of.normalization), (nn.ReLU.__call__, of.module),
-        (nn.Module._call_impl, of.module),
+        *((kind.forward, of.normalization) for kind in (nn.LayerNorm, nn.RMSNorm)),
+        (nn.ReLU.__call__, of.module), (nn.Module._call_impl, of.module),
     )  # fmt: skip
     return all(getattr(method, "__globals__", None) is vars(file) for method, file in methods)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
@@ -228,6 +229,32 @@ def test_gradients_behind_layers_are_joined_in_training_where_their_kernel_was_t
     handle.undo()
     assert type(model) is nn.Sequential
     assert [type(model[place]) for place in (0, 3, 5)] == 3 * [nn.Linear]
+
+
+def test_gradients_of_modified_models_and_of_layers_with_their_own_norm_are_joined(
+    known: Book,
+) -> None:
+    with_gradients(known)
+    model = nn.Sequential(
+        nn.Linear(32, K), nn.LayerNorm(K), nn.SiLU(), nn.Linear(K, N), nn.SiLU(),
+        nn.Linear(N, 40), nn.RMSNorm(40),
+    ).bfloat16()  # fmt: skip
+    made = lokakern.mods.apply(model, [lokakern.mods.BlockNorm(8), lokakern.mods.HardSwish()])
+    assert made.changed
+    blocks = {"0": "block_rms(8) hardswish", "5": "block_rms(8) none"}
+    assert convert(model, 0.06).joined == {**blocks, "3": "none hardswish"}
+    lokakern.mods.apply(model, [lokakern.mods.NoBias(keep=())])
+    assert convert(model, 0.06).joined == blocks
+    alone = nn.ModuleDict({"a": lokakern.LinearNormAct(32, K), "b": lokakern.Linear(K, 1)})
+    handle = convert(alone.bfloat16(), 0.06)
+    assert handle.joined == {"a": "layer relu"} and handle.forms == {"b": DOT}
+    for options in ({"inference": True}, {"between": False}):
+        assert not convert(copy.deepcopy(alone), 0.06, **options).joined
+    handle.use_routes({}, has_relus=False)
+    assert not handle.joined and not alone["a"].form
+    handle.use_routes({}, has_relus=True)
+    handle.undo()
+    assert not alone["a"].form
 
 
 def test_tuning_decides_about_forms_of_layers(known: Book) -> None:
