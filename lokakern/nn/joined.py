@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, bfloat16, is_grad_enabled, nn
-from torch.compiler import is_exporting
+from torch.compiler import is_compiling, is_exporting
 from torch.nn import Parameter
 from torch.nn.functional import hardswish, layer_norm, relu, silu
 
@@ -43,17 +43,26 @@ def joined_between(sequence: nn.Sequential) -> tuple[str, ...]:
     modules = list(sequence)
     found = [""] * len(modules)
     for place, layer in enumerate(modules):
-        if type(layer) is not Linear or not _is_usual(layer):
-            continue
         behind = modules[place + 1 : place + 3]
-        kind = "layer" if behind and type(behind[0]) is nn.LayerNorm else "none"
-        last = behind[kind != "none" :][:1]
-        activation = ACTIVATIONS.get(type(last[0]), "none") if last else "none"
-        if kind == "none" and activation == "relu":
-            found[place] = "none relu"
-        elif kind == "layer" and _is_over(behind[0], layer):
-            found[place] = f"layer {activation}"
+        norm = behind.pop(0) if behind and type(behind[0]) is nn.LayerNorm else None
+        activation = ACTIVATIONS.get(type(behind[0]), "none") if behind else "none"
+        found[place] = joined_at(layer, norm, activation)
     return tuple(found)
+
+
+def joined_at(layer: nn.Module, norm: nn.Module | None, activation: str) -> str:
+    """The text of `joined_between` for a layer, or "".
+
+    Args:
+        layer: A module.
+        norm: The norm behind it, if any.
+        activation: A name of `ACTIVATIONS`, or "none".
+    """
+    if type(layer) is not Linear or not _is_usual(layer):
+        return ""
+    if norm is None:
+        return "none relu" if activation == "relu" else ""
+    return f"layer {activation}" if _is_over(norm, layer) else ""
 
 
 def _is_usual(layer: Linear) -> bool:
@@ -81,7 +90,7 @@ def multiply_joined(
     gradient is not wanted.
 
     Args:
-        modules: As many as `count_joined` says.
+        modules: As many as `count_joined` says, or one less where a function is the activation.
         x: The input.
         text: See `joined_between`.
         input_scale: Of the layer, see `Linear.forward`.
@@ -89,14 +98,15 @@ def multiply_joined(
     layer, *behind = modules
     kind, activation = text.split()
     norm = behind[0] if kind != "none" else None
-    if type(layer) is not Linear or not is_usual(x) or not is_grad_enabled():
+    if type(layer) is not Linear or not is_usual(x) or not is_grad_enabled() or not is_compiling():
         return None
     vectors = [layer.bias]
     if norm is not None:
         if type(norm) is not nn.LayerNorm or norm.normalized_shape != (layer.out_features,):
             return None
         vectors += [norm.weight, norm.bias]
-    if activation != "none" and ACTIVATIONS.get(type(behind[-1])) != activation:
+    is_module = len(modules) == count_joined(text) and activation != "none"
+    if is_module and ACTIVATIONS.get(type(behind[-1])) != activation:
         return None
     for place, vector in enumerate(vectors):
         if type(vector) is not Parameter or vector.dtype is not bfloat16:
