@@ -45,12 +45,19 @@ from lokakern.conversion.routes import (
     routes_of,
 )
 from lokakern.conversion.step_host import StepHost, step_host
+from lokakern.conversion.tail_sites import found_tails
 from lokakern.conversion.tune import Tuning, apply_tuning, tune
 from lokakern.device import current_device
 from lokakern.errors import FormatError, UnknownNameError, UnsupportedError
 from lokakern.nn.adoption import Chosen, adopt, apply_choice, remove_choice
 from lokakern.nn.compiled_form import DOT, SUMS, form_of
-from lokakern.nn.crossed_forward import crossed_of, remove_crosses, renew_products, set_crosses
+from lokakern.nn.crossed_forward import (
+    children_of,
+    crossed_of,
+    remove_crosses,
+    renew_products,
+    set_crosses,
+)
 from lokakern.nn.joined import joined_between
 from lokakern.nn.linear import Linear, Routed
 from lokakern.nn.linear_norm_act import LinearNormAct
@@ -75,6 +82,7 @@ from lokakern.nn.static_handoff import (
     scales_between,
     set_handoff,
 )
+from lokakern.nn.tail import FoundTail, Tail, planned_tails
 from lokakern.nn.torch_owners import NEVER_CALLED, fast_paths, never_called, set_fast_paths
 from lokakern.probe.report import ProbeReport
 from lokakern.selection import dispatcher
@@ -120,8 +128,8 @@ def convert(
     separately, by ranges of m, from measurements on the device, or by its time model where nothing
     was measured (LOKAKERN_PREDICT=0: bfloat16 there); only `Conversion.refresh` changes them.
     Without a faster quantizing kernel a product stays bitwise equal to `nn.Linear`, but for relus
-    and gradients behind layers of an `nn.Sequential`, and in compiled training for layers with
-    one output and gradients of biases (``between``). Only bfloat16 products are
+    and gradients behind layers, and in compiled training for layers with one output and gradients
+    of biases (``between``). Only bfloat16 products are
     quantized: of bfloat16 parameters, or under autocast.
 
     Products with a parameter of another module, such as ``x @ self.w``, are sites, too, except with
@@ -170,7 +178,9 @@ def convert(
         between: Whether inputs of layers in an `nn.Sequential` are quantized before the layer: with
             a static scale after BlockNorm and an activation, if the budget is a row error of at
             least 0.05; in inference also after an activation alone, in one kernel, at m where that
-            was timed, and in chains of layers. See `lokakern.nn.static_handoff`.
+            was timed, and in chains of layers. And whether products apply relus behind them, and
+            one op computes gradients behind layers, also in forwards that torch.fx can trace. See
+            `lokakern.nn.static_handoff` and `lokakern.nn.tail`.
         chains: Whether, in inference, layers of an `nn.Sequential`, a `LinearNormAct`, and DCN's
             crosses ``x0 * layer(x) + x`` in forwards that torch.fx can trace may run as chains, in
             one op with FP8 between the layers, where that was measured to be faster and the error
@@ -319,6 +329,7 @@ class Conversion:
         self.over_limit_chains: frozenset[ChainSites] = frozenset()
         self.why_no_chains = ""
         self._step_host: StepHost | None = None  # of training, where it is known
+        self._tails: dict[int, list[FoundTail]] = {}  # of callers, by id
         self._untimed: set[tuple[int, int, str]] = set()  # n and k of the reading layer, activation
         self._model = weakref.ref(model)
         self._key = uuid.uuid4().hex  # of its choices in layers, which may be copied and saved
@@ -365,7 +376,7 @@ class Conversion:
         self.untuned = chosen
         self.over_limit, self.over_limit_chains = {}, frozenset()
         before = chain_texts(self.spans)
-        self.spans = []
+        self.spans, self._tails = [], {}
         changed = self.use_routes(chosen, off_chains=(), has_relus=True)
         self.spans = self._planned()  # of layers that have their routes
         if any(span.plan.chains for span in self.spans):
@@ -503,11 +514,11 @@ class Conversion:
             rectified: tuple[str, ...] = ()
             joined: tuple[str, ...] = ()
             if weight is not None:
-                device, facts = self._device_for(weight), dispatcher.snapshot()
-                if self.has_relus and facts.is_timed(RELU_KERNEL, device):
+                device = self._device_for(weight)
+                has_relus, is_joined = self._rules_for(device)
+                if has_relus:
                     rectified = rectified_between(sequence)
-                is_trained = self.has_relus and not self._inference
-                if is_trained and facts.is_timed(GRADIENT_KERNEL, device):
+                if is_joined:
                     joined = joined_between(sequence)
                 scales = self._scales_of(sequence, device)
                 found = activations_between(sequence, scales) if self._inference else {}
@@ -536,6 +547,31 @@ class Conversion:
             ):
                 set_handoff(sequence, scales, activating, self._key, chains, rectified, joined)
 
+    def _rules_for(self, device: Device) -> tuple[bool, bool]:
+        """Whether products may apply relus on a device, and one op compute gradients."""
+        facts = dispatcher.snapshot()
+        is_trained = self.has_relus and not self._inference
+        return (
+            self.has_relus and facts.is_timed(RELU_KERNEL, device),
+            is_trained and facts.is_timed(GRADIENT_KERNEL, device),
+        )
+
+    def _tails_of(self, module: nn.Module) -> list[Tail]:
+        """The layers with tails that a module calls, all without plans where tuning decided so."""
+        if not self._between or isinstance(self._wanted, Forced):
+            return []
+        weight = next(x.weight for x in children_of(module) if isinstance(x, nn.Linear))
+        has_relus, is_joined = self._rules_for(self._device_for(weight))
+        if id(module) not in self._tails:
+            if not has_relus and not is_joined:
+                return []
+            self._tails[id(module)] = found_tails(module)
+        found = self._tails[id(module)]
+        try:
+            return planned_tails(found, module, has_relus=has_relus, is_joined=is_joined)
+        except AttributeError:  # a child was removed since
+            return []
+
     @property
     def rectified(self) -> dict[str, str]:
         """Names of sites whose product may apply the relu behind it, and its route."""
@@ -560,9 +596,9 @@ class Conversion:
         }  # fmt: skip
 
     def _between_sites(self, column: str) -> dict[str, str]:
-        """The texts of a column of the newest handoffs, by the names of sites."""
+        """The texts of a column of the newest handoffs and tails, by the names of sites."""
         names = {id(site.module): site.name for site in self.sites.values()}
-        return {
+        found = {
             names[id(module)]: text
             for sequence in self.sequences
             if isinstance(sequence, BoundedSequential) and sequence.is_as_known
@@ -570,21 +606,35 @@ class Conversion:
             for module, text in zip(sequence, getattr(handoff, column), strict=True)
             if text and id(module) in names
         }
+        for module in self.callers:
+            crossed = crossed_of(module)
+            for tail in crossed.tails if crossed is not None and crossed.is_as_traced else ():
+                layer, text = module.get_submodule(tail.names[0]), getattr(tail, column)
+                if text and id(layer) in names:
+                    found[names[id(layer)]] = text
+        return found
 
     def _apply_crosses(self, keep_classes: bool) -> None:
-        """Set the chains of crosses in the modules that call their layers."""
+        """Set the chains of crosses, and plans of tails, in the modules that call their layers."""
         for module in self.callers:
             crosses = [
                 cross for span in self.spans
                 if isinstance(span, CrossSpan) and span.module is module
                 for cross in span.crosses(self.off_chains)
             ]  # fmt: skip
+            tails = self._tails_of(module)
             crossed = crossed_of(module)
             is_of_others = crossed is not None and {x.key for x in crossed.settings} != {self._key}
             # In tuning a traced forward stays, because compiled graphs are of it.
-            is_kept = crossed is not None and bool(crosses) and keep_classes
-            if any(plan for _, plan in crosses) or is_of_others or is_kept:
-                set_crosses(module, crosses, self._key)
+            is_kept = crossed is not None and bool(crosses or tails) and keep_classes
+            plans = [*(plan for _, plan in crosses), *(tail.plan for tail in tails)]
+            if any(plans) or is_of_others or is_kept:
+                try:
+                    set_crosses(module, crosses, self._key, tails)
+                except UnsupportedError:  # the module was changed since a refresh
+                    if crosses:
+                        raise
+                    remove_crosses(module, self._key)
             else:
                 remove_crosses(module, self._key)
 
@@ -1042,6 +1092,7 @@ class Conversion:
         set_fast_paths(self._owners)
         self.sites, self._modules, self.sequences, self._owners = {}, {}, [], []
         self.fused, self.callers, self.spans, self.left_crosses = [], [], [], {}
+        self._tails = {}
 
     def __len__(self) -> int:
         return len(self.sites)

@@ -1,12 +1,13 @@
 """Forwards with crosses as chains, ``x0 * layer(x) + x`` of DCN in one op, and with raw products.
 
-A module that computes a cross, or multiplies by a parameter of its own, shows it in its forward
-alone, which is traced. While a conversion has chains for crosses, or routes for such products,
-``forward`` of the module is that of a `CrossedForward`, which calls the traced function: the same,
-with one call for each cross and each product (`lokakern.nn.raw_product`). Where a chain does not
-hold (see `lokakern.nn.chain_call`), this call computes the original expression by the original
-layers. Where children or settings of the module changed since it was traced, or an optional
-argument is given, its own forward runs.
+A module that computes a cross, multiplies by a parameter of its own, or calls an activation behind
+a layer, shows it in its forward alone, which is traced. While a conversion has chains for crosses,
+routes for such products, or plans for layers with tails (`lokakern.nn.tail`), ``forward`` of the
+module is that of a `CrossedForward`, which calls the traced function: the same, with one call for
+each cross, each product (`lokakern.nn.raw_product`) and each layer with a tail. Where a plan does
+not hold (see `lokakern.nn.chain_call`), this call computes the original expression by the original
+modules. Where children or settings of the module changed since it was traced, or an optional
+argument is given, its own forward runs; of a module with tails alone it does in eager mode, too.
 
 An attribute of the module, and not a wrapper, so that names of children and of parameters stay; and
 not a class, so that the module is what it was to code that asks for its type.
@@ -21,8 +22,9 @@ import operator
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx, nn
@@ -47,15 +49,19 @@ from lokakern.nn.chain_call import (
 )
 from lokakern.nn.chain_plan import read_plan
 from lokakern.nn.cross_pattern import FoundCross, crosses_in
+from lokakern.nn.joined import joined_way
 from lokakern.nn.linear import Linear
 from lokakern.nn.raw_pattern import FoundProduct, products_in
 from lokakern.nn.raw_product import CHILD, products_of
+from lokakern.nn.rectified import traced_way
+from lokakern.nn.tail import FoundTail, Tail, run_tail, tails_in
 from lokakern.nn.traced_forward import is_setting, is_traceable, reads_of, traced, traced_modes
 from lokakern.types import Granularity
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)  # which a forward reads, and does not call
 _METHOD = "\0method"  # stands for what is no setting
 _MOST_SHAPES = 16
+_CODES: WeakKeyDictionary[type[nn.Module], CodeType] = WeakKeyDictionary()
 _OF_TORCH = frozenset((*vars(nn.Module()), "forward"))
 
 
@@ -72,10 +78,11 @@ class Cross(NamedTuple):
 
 
 class Crosses(NamedTuple):
-    """The crosses of a conversion in a module."""
+    """The crosses of a conversion in a module, and its layers with tails."""
 
     key: str
     crosses: tuple[Cross, ...]
+    tails: tuple[Tail, ...] = ()
 
 
 class _Noted(str):
@@ -132,15 +139,16 @@ def _parts(layers: Sequence[nn.Module], words: Sequence[list[str]]) -> list[Part
 class CrossedForward:
     """The ``forward`` of a changed module, which is copied and pickled with the module.
 
-    It has the crosses of conversions, and the registered products of the module.
+    It has the crosses and tails of conversions, and the registered products of the module.
 
     Args:
         module: The module.
         before: The attribute ``forward`` of the module itself; None if it has none.
-        settings: The crosses of conversions; the newest are in effect.
+        settings: Those of conversions; the newest are in effect.
 
     Raises:
-        UnsupportedError: The forward cannot be traced, or a cross or a product is not there.
+        UnsupportedError: The forward cannot be traced, or a cross, a product or a tail is not
+            there.
     """
 
     # What a compiler reads where the forward depends on nothing but layers, in one text: each of
@@ -149,18 +157,21 @@ class CrossedForward:
     _known = ""
     # By shapes of inputs, whether no plan holds.
     _is_idle_at: dict[tuple[torch.Size, ...], bool] | None = None
+    # Whether all that it has are tails, whose plans are for compilers.
+    _is_own_in_eager = False
 
     def __init__(
         self, module: nn.Module, before: Callable[..., Any] | None, settings: tuple[Crosses, ...]
     ) -> None:
         self.module, self.before, self.settings = module, before, settings
-        crosses = settings[-1].crosses if settings else ()
+        _, crosses, tails = settings[-1] if settings else Crosses("", ())
         if crosses:  # in inference, which is no other mode
             graphs, self._defaults = [graph_of(module)], dict[str, Any]()
         else:
             graphs, self._defaults = graphs_of(module)
         self._arguments = tuple(inspect.signature(type(module).forward).parameters)[1:]
         missing = set(products_of(module))
+        missing_tails = {tail.names for tail in tails}
         codes = []
         for graph in graphs:
             # An argument, so that a compiled graph of other plans needs no other function.
@@ -173,36 +184,59 @@ class CrossedForward:
                 if key in products_of(module):
                     _replace_product(graph, product)
                     missing.discard(key)
+            tail_places = {tail.names: len(crosses) + i for i, tail in enumerate(tails)}
+            for tail in tails_in(graph, module):
+                if tail.names in tail_places:
+                    _replace_tail(graph, tail, plans, tail_places[tail.names])
+                    missing_tails.discard(tail.names)
             codes.append(graph.python_code("self"))
         if missing:
             raise UnsupportedError(
                 f"{type(module).__name__} has no product with {min(missing).replace('/', '.')}"
             )
+        if missing_tails:
+            raise UnsupportedError(
+                f"{type(module).__name__} does not call {' and '.join(min(missing_tails))} in a row"
+            )
         # As text, because a function that was made from text cannot be pickled.
         self._sources = list(dict.fromkeys(code.src for code in codes))
         self._names = {name: x for code in codes for name, x in code.globals.items()}
-        self._children = _children(module)
+        self._children = children_of(module)
         self._values = {
             name: value for name, value in vars(module).items()
             if name not in _OF_TORCH and name != "training"
         }  # fmt: skip
         self._of_class = _settings_of(module)
+        self._own_forward = type(module).forward
         reads = {(id(x[0]), x[1]): x for graph in graphs for x in reads_of(graph)}
         self._of_children = list(reads.values())
         self._tied = _tied_names(graphs, module)
         self._compile()
-        self.take_plans(crosses)
+        self.take_plans(crosses, tails)
 
-    def take_plans(self, crosses: Sequence[Cross]) -> None:
-        """Use the plans of these crosses, which are those of the forward."""
-        self.plans = tuple(plan for _, plan in crosses)
+    @property
+    def tails(self) -> tuple[Tail, ...]:
+        """The tails in effect."""
+        return self.settings[-1].tails if self.settings else ()
+
+    def take_plans(self, crosses: Sequence[Cross], tails: Sequence[Tail]) -> None:
+        """Use the plans of these crosses and tails, which are those of the forward."""
+        self.plans = (*(plan for _, plan in crosses), *(tail.plan for tail in tails))
         self._is_idle_at = None
+        self.follow_products()
         self._known = ""
         if self._only_children is None or self._defaults or len(self._functions) > 1:
+            return
+        if not crosses:  # equal modules that are compiled one by one share a graph without it
             return
         names = self.module._modules
         if all(isinstance(child, Linear) for child in self._children):
             self._known = "\2".join((_identities(names, self._children), "\1".join(self.plans)))
+
+    def follow_products(self) -> None:
+        """Follow a change of the routes of registered products."""
+        has_crosses = bool(self.settings) and bool(self.settings[-1].crosses)
+        self._is_own_in_eager = not has_crosses and not has_routes(self.module)
 
     def _compile(self) -> None:
         self._functions: list[Callable[..., Any]] = []  # in training, and in evaluation
@@ -217,14 +251,17 @@ class CrossedForward:
     def forward(self) -> Callable[..., Any]:
         """`run` with the signature of the original, whose names torch.export asks for."""
         run = CrossedForward.run
-        function = FunctionType(run.__code__, run.__globals__, run.__name__)
+        function = FunctionType(_code_for(type(self.module)), run.__globals__, run.__name__)
         function.__signature__ = inspect.signature(type(self.module).forward)  # type: ignore[attr-defined]
         return MethodType(function, self)
 
     def run(self, *args: Any, **options: Any) -> Any:
         """The module's output; this method is its ``forward``."""
-        if is_compiling() and self._known:
-            return self._run_compiled(args, options)
+        if is_compiling():
+            if self._known:
+                return self._run_compiled(args, options)
+        elif self._is_own_in_eager:
+            return self._run_own(args, options)
         module = self.module
         shapes: tuple[torch.Size, ...] | None = None  # if all that is given are usual tensors
         is_idle = None
@@ -305,15 +342,17 @@ class CrossedForward:
             return None
         return kept, named
 
-    def has_crosses(self, setting: Crosses) -> bool:
-        """Whether these crosses are those in effect, with these or other plans."""
-        known = self.settings[-1].crosses if self.settings else ()
-        return [x.names for x in known] == [x.names for x in setting.crosses]
+    def has_setting(self, setting: Crosses) -> bool:
+        """Whether these crosses and tails are those in effect, with these or other plans."""
+        known = self.settings[-1] if self.settings else Crosses("", ())
+        return [[x.names for x in both] for both in known[1:]] == [
+            [x.names for x in both] for both in setting[1:]
+        ]
 
     @property
     def is_as_traced(self) -> bool:
         """Whether children and settings of the module are as they were when it was traced."""
-        now, known = _children(self.module), self._children
+        now, known = children_of(self.module), self._children
         if len(now) != len(known):
             return False
         for one, other in zip(now, known, strict=True):
@@ -324,6 +363,8 @@ class CrossedForward:
             if name not in own or (own[name] is not value and not _is_same(own[name], value)):
                 return False
         kind = type(self.module)
+        if kind.forward is not self._own_forward:
+            return False
         for name, value in self._of_class.items():
             is_other = value != _METHOD and not _is_same(getattr(kind, name), value)
             if name in own or is_other:
@@ -360,10 +401,11 @@ class CrossedForward:
             for name, x in self._names.items()
         }
         return {**vars(self), "_names": names, "_functions": [], "_only_function": None,
-                "_is_idle_at": None}  # fmt: skip
+                "_is_idle_at": None, "_own_forward": None}  # fmt: skip
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
+        self._own_forward = type(self.module).forward
         self._names = {
             name: importlib.import_module(x.name) if isinstance(x, _Module) else x
             for name, x in self._names.items()
@@ -373,7 +415,17 @@ class CrossedForward:
             children, plans = self._known.split("\2")
             names = [child.split("\0")[0] for child in children.split("\1")]
             self._known = "\2".join((_identities(names, self._children), plans))
-        prepare_chains()
+        prepare_chains(traced_way, joined_way)
+
+
+def _code_for(kind: type[nn.Module]) -> CodeType:
+    """The code of `CrossedForward.run` for a class of modules.
+
+    Dynamo compiles one code a few times at most, and modules may be compiled one by one.
+    """
+    if kind not in _CODES:
+        _CODES[kind] = CrossedForward.run.__code__.replace()
+    return _CODES[kind]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -516,7 +568,7 @@ def _identities(names: Iterable[str], children: Iterable[object]) -> str:
     return "\1".join(f"{name}\0{id(x)}" for name, x in zip(names, children, strict=True))
 
 
-def _children(module: nn.Module) -> list[nn.Module | None]:
+def children_of(module: nn.Module) -> list[nn.Module | None]:
     """The children that a forward may call."""
     found: list[nn.Module | None] = []
     for child in module._modules.values():
@@ -546,17 +598,20 @@ def crossed_of(module: nn.Module) -> CrossedForward | None:
     return found if isinstance(found, CrossedForward) else None
 
 
-def set_crosses(module: nn.Module, crosses: Sequence[Cross], key: str = "") -> None:
-    """Run crosses of a module by plans; the layers keep the FP8 weights that they read.
+def set_crosses(
+    module: nn.Module, crosses: Sequence[Cross], key: str = "", tails: Sequence[Tail] = ()
+) -> None:
+    """Run crosses and tails of a module by plans; the layers keep the FP8 weights that they read.
 
     Args:
         module: The module.
         crosses: The crosses.
         key: Of the conversion.
+        tails: The layers with tails.
 
     Raises:
         UnsupportedError: The forward cannot be traced, or a cross or its layers are others than
-            those of its plan. The module is then as before.
+            those of its plan, or a tail is not there. The module is then as before.
     """
     for names, plan in crosses:
         if plan and not _parts([module.get_submodule(x) for x in names], words_of_plan(plan)):
@@ -566,22 +621,22 @@ def set_crosses(module: nn.Module, crosses: Sequence[Cross], key: str = "") -> N
             )
     crossed = crossed_of(module)
     before = vars(module).get("forward") if crossed is None else crossed.before
-    settings = (*_others(module, key), Crosses(key, tuple(crosses)))
+    settings = (*_others(module, key), Crosses(key, tuple(crosses), tuple(tails)))
     made = crossed
-    if crossed is None or not crossed.is_as_traced or not crossed.has_crosses(settings[-1]):
+    if crossed is None or not crossed.is_as_traced or not crossed.has_setting(settings[-1]):
         made = CrossedForward(module, before, settings)
     assert made is not None
     _drop_weights(module, key)
     made.settings = settings
-    made.take_plans(crosses)
+    made.take_plans(crosses, tails)
     for layer, granularity in _weights(module, settings[-1]):
         layer.keep_chain_weight(key, granularity)
-    prepare_chains()
+    prepare_chains(traced_way, joined_way)
     _set_forward(module, made.forward)
 
 
 def remove_crosses(module: nn.Module, key: str = "") -> None:
-    """Remove a conversion's crosses from a module.
+    """Remove a conversion's crosses and tails from a module.
 
     Those of other conversions, too, if the module lacks them by now: its own forward then runs.
     """
@@ -602,6 +657,8 @@ def renew_products(module: nn.Module, *, is_kept: bool = False) -> None:
         is_kept: Whether a traced forward stays without routes.
     """
     crossed = crossed_of(module)
+    if crossed is not None:
+        crossed.follow_products()
     if crossed is not None and crossed.is_as_traced and is_kept:
         return
     is_wanted = has_routes(module) or (crossed is not None and bool(crossed.settings))
@@ -679,6 +736,17 @@ def _wanted(
     if missing:
         raise UnsupportedError(f"{type(module).__name__} has no cross of {', '.join(min(missing))}")
     return found[::-1]
+
+
+def _replace_tail(graph: fx.Graph, found: FoundTail, plans: fx.Node, place: int) -> None:
+    """Replace a layer with its tail by one call, at the place of the layer."""
+    with graph.inserting_before(found.layer):
+        plan = graph.call_function(operator.getitem, (plans, place))
+        behind = [name if name.endswith("()") else graph.get_attr(name) for name in found.names]
+        call = graph.call_function(run_tail, (plan, found.layer.args[0], *behind))
+    found.behind[-1].replace_all_uses_with(call)
+    for node in (*reversed(found.behind), found.layer):
+        graph.erase_node(node)
 
 
 def _replace_product(graph: fx.Graph, found: FoundProduct) -> None:

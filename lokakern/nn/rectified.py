@@ -48,19 +48,29 @@ COLUMNS = 8
 
 
 def rectified_between(sequence: nn.Sequential) -> tuple[str, ...]:
-    """For each module the route of products that apply the relu behind it, or "".
-
-    Not where the layer quantizes, nor where the next one does, whose quantizer applies the relu.
-    Kernels of eager calls only do not count: at their m an eager call runs such a layer as it is.
-    """
+    """For each module the route of products that apply the relu behind it, or ""."""
     modules = list(sequence)
     found = [PLAIN] * len(modules)
     for place, (layer, relu) in enumerate(itertools.pairwise(modules)):
-        if type(layer) is Linear and type(relu) is nn.ReLU and _is_usual(layer):
-            reader = modules[place + 2] if place + 2 < len(modules) else None
-            then = reader._routes[0] if isinstance(reader, Linear) else PLAIN
-            found[place] = route_between(*map(traced_route, (layer._routes[0], then)))
+        if type(relu) is nn.ReLU:
+            found[place] = rectified_at(layer, modules[place + 2 : place + 3])
     return tuple(found)
+
+
+def rectified_at(layer: nn.Module, readers: Sequence[nn.Module]) -> str:
+    """The route of products of a layer that apply the relu behind it, or "".
+
+    Not where the layer quantizes, nor where a reader does, whose quantizer applies the relu.
+    Kernels of eager calls only do not count: at their m an eager call runs such a layer as it is.
+
+    Args:
+        layer: A module.
+        readers: Modules that read what the relu returns.
+    """
+    if type(layer) is not Linear or not _is_usual(layer):
+        return PLAIN
+    then = [reader._routes[0] for reader in readers if isinstance(reader, Linear)]
+    return route_between(*map(traced_route, (layer._routes[0], *then)))
 
 
 def _is_usual(layer: Linear) -> bool:
@@ -71,10 +81,10 @@ def _is_usual(layer: Linear) -> bool:
     return is_aligned and is_whole and layer.bias is not None and layer.weight.dtype is bfloat16
 
 
-def route_between(own: str, then: str) -> str:
-    """The route of `KERNEL` at the m at which neither of two routes has a kernel."""
+def route_between(*routes: str) -> str:
+    """The route of `KERNEL` at the m at which none of the routes has a kernel."""
     both = []
-    for parts in zip(segments_of(own), segments_of(then), strict=True):
+    for parts in zip(*map(segments_of, routes), strict=True):
         starts = sorted({start for part in parts for start, _ in part})
         both.append([
             (start, "" if any(_has_kernel(part, start) for part in parts) else KERNEL)
@@ -87,25 +97,29 @@ def _has_kernel(segments: Sequence[tuple[int, bool]], m: int) -> bool:
     return segments[bisect_right(segments, m, key=lambda segment: segment[0]) - 1][1]
 
 
-ALWAYS = route_between(PLAIN, PLAIN)
+ALWAYS = route_between(PLAIN)
 
 
-def multiply_rectified(layer: nn.Module, relu: nn.Module, x: Any, route: str) -> Tensor | None:
-    """``relu(layer(x))`` in one launch, or None where both modules have to run.
+def multiply_rectified(
+    layer: nn.Module, relu: nn.Module | None, x: Any, route: str
+) -> Tensor | None:
+    """``relu(layer(x))`` in one launch, or None where both have to run.
 
     That is where the route has no kernel at this m, with hooks, dtypes other than bfloat16 and
     unusual tensors, and in eager mode with gradients.
 
     Args:
         layer: A layer.
-        relu: The module behind it.
+        relu: The module behind it; None for a call of a function.
         x: The input.
         route: See `rectified_between`.
     """
-    if type(layer) is not Linear or type(relu) is not ReLU:
+    if type(layer) is not Linear or has_own_call(layer):
+        return None
+    if relu is not None and (type(relu) is not ReLU or has_own_call(relu)):
         return None
     weight, bias = layer.weight, layer.bias
-    if bias is None or bias.dtype is not weight.dtype or has_own_call(layer) or has_own_call(relu):
+    if bias is None or bias.dtype is not weight.dtype:
         return None
     if is_compiling():
         if not is_usual(x) or type(weight) is not Parameter or type(bias) is not Parameter:
@@ -127,7 +141,9 @@ def multiply_rectified(layer: nn.Module, relu: nn.Module, x: Any, route: str) ->
         return None
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     if is_grad_enabled() and _wants_gradients(x, weight, bias):
-        if not is_compiling() or has_backward_hooks(layer) or has_backward_hooks(relu):
+        if not is_compiling() or has_backward_hooks(layer):
+            return None
+        if relu is not None and has_backward_hooks(relu):
             return None
         y: Tensor = RectifiedLinear.apply(rows, weight, bias, *found.split("\0"))  # type: ignore[no-untyped-call]
     else:

@@ -129,18 +129,20 @@ class BoundedSequential(nn.Sequential):
                 if y is not None:
                     return y  # type: ignore[no-any-return]
             return BoundedSequential._run(self, input)  # of which another thread may take the class
-        relus = _relus_at(self._known, static_rows(input))
-        if relus == "":
-            return super().forward(input)  # type: ignore[no-any-return, no-untyped-call]
-        if relus is not None:
-            return self._rectified(input, relus.split(","))
+        return self.run_compiled(input)
+
+    def run_compiled(self, input: Tensor, place: int = 0) -> Tensor:
+        """The output of the modules from a place on, for compilers."""
         modules = list(self._modules.values())
+        # Dynamo runs this as it is where a module cannot be traced.
+        relus = _relus_at(self._known, static_rows(input)) if is_compiling() else ""
+        if relus is not None:
+            return _rectified(modules, input, place, relus.split(","))
         words = [word.split("\0") for word in self._known.rstrip(_KEEPS_ROWS).split("\1")]
         if [word[0] for word in words] != [_kind(module) for module in modules]:
-            return super().forward(input)  # type: ignore[no-any-return, no-untyped-call]
+            return _rectified(modules, input, place, ())
         scales, activating = tuple(w[1] for w in words), tuple(w[2] for w in words)
         chains, rectified, joined = (tuple(w[i] for w in words) for i in (3, 4, 5))
-        place = 0
         while place < len(modules):
             if chains[place]:
                 found, end = _called(input, modules, place, chains[place])
@@ -174,21 +176,6 @@ class BoundedSequential(nn.Sequential):
                     continue
             input = module(input, input_scale=scale) if scale else module(input)
             place += 1
-        return input
-
-    def _rectified(self, input: Tensor, places: Sequence[str]) -> Tensor:
-        """`forward` for a compiler where all that holds are relus in the products at these places.
-
-        It reads less than the rest of `forward`, and each read is a guard.
-        """
-        modules = list(self._modules.values())
-        place = 0
-        while place < len(modules):
-            done = None
-            if str(place) in places and place + 1 < len(modules):
-                done = multiply_rectified(modules[place], modules[place + 1], input, ALWAYS)
-            input = modules[place](input) if done is None else done
-            place += 1 if done is None else 2
         return input
 
     def _run(self, input: Tensor) -> Tensor:
@@ -282,6 +269,23 @@ class BoundedSequential(nn.Sequential):
         if any(map(any, (x for handoff in self._handoffs for x in handoff[2:]))):
             prepare_chains(_relus_at, traced_way, joined_way)
         _write_known(self)
+
+
+def _rectified(
+    modules: Sequence[nn.Module], input: Tensor, place: int, relus: Sequence[str]
+) -> Tensor:
+    """The output of the modules from a place on, with relus in the products at some places.
+
+    For a compiler where nothing else holds. It reads less than the rest of `run_compiled`, and each
+    read is a guard.
+    """
+    while place < len(modules):
+        done = None
+        if str(place) in relus and place + 1 < len(modules):
+            done = multiply_rectified(modules[place], modules[place + 1], input, ALWAYS)
+        input = modules[place](input) if done is None else done
+        place += 1 if done is None else 2
+    return input
 
 
 @functools.lru_cache(maxsize=4096)

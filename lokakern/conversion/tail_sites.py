@@ -1,0 +1,38 @@
+"""Layers whose norm and activation a forward calls: where they may run as one (`lokakern.nn.tail`).
+
+They show in the forward of the module that calls them, which is traced. One that cannot be traced
+is left alone, without a reason: most modules have nothing to gain.
+"""
+
+from __future__ import annotations
+
+from torch import bfloat16, nn
+
+from lokakern.errors import UnsupportedError
+from lokakern.nn.crossed_forward import children_of, crossed_of, graphs_of
+from lokakern.nn.tail import FoundTail, tails_in
+
+
+def found_tails(module: nn.Module) -> list[FoundTail]:
+    """The layers with tails in the forward of a module, in training or in evaluation."""
+    children = {id(child) for child in children_of(module)}
+    layers = [child for child in children_of(module) if isinstance(child, nn.Linear)]
+    if not any(layer.bias is not None and layer.weight.dtype is bfloat16 for layer in layers):
+        return []
+    # A user who keeps a forward from compilers does not want another one to be compiled. And a mod
+    # whose forward was replaced could not be undone before this conversion.
+    crossed = crossed_of(module)
+    before = vars(module).get("forward") if crossed is None else crossed.before
+    if before is not None or getattr(type(module).forward, "_torchdynamo_disable", False):
+        return []
+    try:
+        graphs, _ = graphs_of(module)
+    except UnsupportedError:
+        return []
+    found = [tail for graph in graphs for tail in tails_in(graph, module)]
+    # A forward is guarded against other children, and not against others of these.
+    return [
+        tail for tail in found
+        if all(name.endswith("()") or id(module.get_submodule(name)) in children
+               for name in tail.names)
+    ]  # fmt: skip

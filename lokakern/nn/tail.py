@@ -1,0 +1,260 @@
+"""Tails: the norm and the activation that a forward calls behind a linear layer.
+
+They show in the graph of the forward, where `lokakern.nn.crossed_forward` replaces the layer and
+its tail by a call of `run_tail`. In compiled code this call has the relu in the product
+(`lokakern.nn.rectified`) or its gradients from one op (`lokakern.nn.joined`), as modules of one
+`nn.Sequential` have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch.compiler import is_compiling
+from torch.nn.functional import hardswish, relu, silu
+
+from lokakern.nn.chain_call import has_own_call
+from lokakern.nn.joined import ACTIVATIONS, NORMS, count_joined, joined_at, multiply_joined
+from lokakern.nn.linear import Linear
+from lokakern.nn.rectified import has_backward_hooks, multiply_rectified, rectified_at
+from lokakern.nn.static_handoff import BoundedSequential
+from lokakern.nn.traced_forward import writes
+
+# Calls of activations that are no modules, by name; "_" is behind those that write to their input.
+_FUNCTIONS: dict[Any, str] = {
+    relu: "relu", torch.relu: "relu", "relu": "relu", torch.relu_: "relu_", "relu_": "relu_",
+    hardswish: "hardswish", silu: "silu",
+}  # fmt: skip
+_OF_FUNCTION = "()"  # behind the name
+_SEQUENCES = (nn.Sequential, BoundedSequential)
+
+
+class Tail(NamedTuple):
+    """A layer with its tail that runs by a plan.
+
+    Attributes:
+        names: Names of the layer, the norm and the activation in the module, the latter two if they
+            are there; of a function "relu()"; or of the layer and an `nn.Sequential` that begins
+            with them.
+        rectified: The route of products that apply a relu, or "".
+        joined: What is behind the layer whose gradients one op computes, or "".
+    """
+
+    names: tuple[str, ...]
+    rectified: str
+    joined: str
+
+    @property
+    def plan(self) -> str:
+        """What `run_tail` reads."""
+        return f"{self.rectified}\0{self.joined}" if self.rectified or self.joined else ""
+
+
+class FoundTail(NamedTuple):
+    """A layer with its tail in a graph.
+
+    Attributes:
+        layer: The call of the layer.
+        behind: The calls of its tail; each reads the one before, which nothing else reads.
+    """
+
+    layer: fx.Node
+    behind: tuple[fx.Node, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """As of `Tail`."""
+        return (str(self.layer.target), *map(_name_of, self.behind))
+
+
+def planned_tails(
+    found: Sequence[FoundTail], module: nn.Module, *, has_relus: bool, is_joined: bool
+) -> list[Tail]:
+    """The tails of a module by the rules for modules of one `nn.Sequential`.
+
+    Args:
+        found: Those in its graphs.
+        module: The module.
+        has_relus: Whether products may apply relus.
+        is_joined: Whether one op may compute gradients.
+    """
+    planned: dict[tuple[str, ...], Tail] = {}
+    for names in dict.fromkeys(tail.names for tail in found):
+        alike = [tail for tail in found if tail.names == names]
+        layer = module.get_submodule(names[0])
+        norm, activation = _parts(alike[0], module)
+        rectified = joined = ""
+        if has_relus and norm is None and activation == "relu":
+            rectified = rectified_at(layer, [x for tail in alike for x in _readers(tail, module)])
+        if is_joined:
+            joined = joined_at(layer, norm, activation)
+        planned[names] = Tail(names, rectified, joined)
+    return list(planned.values())
+
+
+def run_tail(plan: str, x: Tensor, layer: nn.Module, *behind: nn.Module | str) -> Tensor:
+    """The output of a layer and its tail, in compiled code by a plan where it holds.
+
+    In eager mode that would take the host longer than it saves.
+    """
+    if plan and is_compiling():
+        done = _run_planned(plan, x, layer, behind)
+        if done is not None:
+            return done
+    y: Tensor = layer(x)
+    for each in behind:
+        y = _apply(each, y) if isinstance(each, str) else each(y)
+    return y
+
+
+def _run_planned(
+    plan: str, x: Tensor, layer: nn.Module, behind: Sequence[nn.Module | str]
+) -> Tensor | None:
+    rectified, joined = plan.split("\0")
+    modules = [each for each in behind if not isinstance(each, str)]
+    sequence = modules[0] if modules and isinstance(modules[0], nn.Sequential) else None
+    if sequence is not None:
+        modules = list(sequence._modules.values())
+        least = count_joined(joined or "none relu") - 1
+        if type(sequence) not in _SEQUENCES or len(modules) < least:
+            return None
+        if has_own_call(sequence) or has_backward_hooks(sequence):
+            return None
+    done = None
+    end = 1
+    if rectified:
+        done = multiply_rectified(layer, modules[0] if modules else None, x, rectified)
+    if done is None and joined:
+        end = count_joined(joined) - 1
+        done = multiply_joined([layer, *modules[:end]], x, joined)
+    if done is None or sequence is None:
+        return done
+    if type(sequence) is BoundedSequential:
+        return sequence.run_compiled(done, end)
+    for module in modules[end:]:
+        done = module(done)
+    return done
+
+
+def _apply(function: str, y: Tensor) -> Tensor:
+    is_in_place = function.endswith("_()")
+    if function.startswith("relu"):
+        return relu(y, inplace=is_in_place)
+    if function.startswith("silu"):
+        return silu(y, inplace=is_in_place)
+    return hardswish(y, inplace=is_in_place)
+
+
+def tails_in(graph: fx.Graph, parent: nn.Module) -> list[FoundTail]:
+    """The layers of a graph with their tails.
+
+    Those are left out where something comes between that may write to a tensor, because a tail
+    moves to the place of its layer.
+    """
+    nodes = list(graph.nodes)
+    places = {node: place for place, node in enumerate(nodes)}
+    found = []
+    for node in nodes:
+        behind = _behind(node, parent) if _called(node, parent) in (nn.Linear, Linear) else ()
+        if behind:
+            between = nodes[places[node] + 1 : places[behind[-1]]]
+            if all(other in behind or _may_follow(other, parent) for other in between):
+                found.append(FoundTail(node, behind))
+    return found
+
+
+def _behind(layer: fx.Node, parent: nn.Module) -> tuple[fx.Node, ...]:
+    """The calls of a norm and an activation behind a layer."""
+    reader = _reader(layer)
+    if reader is None:
+        return ()
+    kind = _called(reader, parent)
+    if kind in NORMS:
+        last = _reader(reader)
+        return (reader,) if last is None or not _activation(last, parent) else (reader, last)
+    if kind in _SEQUENCES:
+        norm, activation = _first(parent.get_submodule(str(reader.target)))
+        return () if norm is None and activation == "none" else (reader,)
+    return (reader,) if _activation(reader, parent) else ()
+
+
+def _reader(node: fx.Node) -> fx.Node | None:
+    """The only reader of a value, if it reads nothing else."""
+    if len(node.users) != 1:
+        return None
+    (reader,) = node.users
+    return reader if reader.args == (node,) else None
+
+
+def _called(node: fx.Node, parent: nn.Module) -> type[nn.Module] | None:
+    """The class of the module that a node calls with one tensor."""
+    if node.op != "call_module" or node.kwargs or len(node.args) != 1:
+        return None
+    is_tensor = isinstance(node.args[0], fx.Node)
+    return type(parent.get_submodule(str(node.target))) if is_tensor else None
+
+
+def _activation(node: fx.Node, parent: nn.Module) -> str:
+    """The name of the activation that a node applies, or ""."""
+    kind = _called(node, parent)
+    return _function_of(node).removesuffix("_") if kind is None else ACTIVATIONS.get(kind, "")
+
+
+def _function_of(node: fx.Node) -> str:
+    """The name of a function or method in `_FUNCTIONS` that a node calls, or ""."""
+    name = _FUNCTIONS.get(node.target, "") if node.op in ("call_function", "call_method") else ""
+    options = dict(node.kwargs)
+    is_in_place = options.pop("inplace", False)
+    if not name or options or type(is_in_place) is not bool:
+        return ""
+    return f"{name}_" if is_in_place and not name.endswith("_") else name
+
+
+def _name_of(node: fx.Node) -> str:
+    if node.op == "call_module":
+        return str(node.target)
+    return _function_of(node) + _OF_FUNCTION
+
+
+def _parts(tail: FoundTail, parent: nn.Module) -> tuple[nn.Module | None, str]:
+    """The norm of a tail, if any, and its activation, or "none"."""
+    first, *others = tail.behind
+    kind = _called(first, parent)
+    if kind in _SEQUENCES:
+        return _first(parent.get_submodule(str(first.target)))
+    if kind in NORMS:
+        norm = parent.get_submodule(str(first.target))
+        return norm, _activation(others[0], parent) if others else "none"
+    return None, _activation(first, parent)
+
+
+def _first(sequence: nn.Module) -> tuple[nn.Module | None, str]:
+    """The norm that a sequence begins with, if it does, and the activation, or "none"."""
+    modules = list(sequence.children())
+    norm = modules.pop(0) if modules and type(modules[0]) in NORMS else None
+    return norm, ACTIVATIONS.get(type(modules[0]), "none") if modules else "none"
+
+
+def _readers(tail: FoundTail, parent: nn.Module) -> Iterator[nn.Module]:
+    """The modules that read the relu of a tail."""
+    end = tail.behind[-1]
+    if _called(end, parent) in _SEQUENCES:
+        yield from list(parent.get_submodule(str(end.target)).children())[1:2]
+        return
+    for reader in end.users:
+        if reader.op == "call_module":
+            module = parent.get_submodule(str(reader.target))
+            yield next(module.children(), module) if type(module) in _SEQUENCES else module
+
+
+def _may_follow(node: fx.Node, parent: nn.Module) -> bool:
+    """Whether a node may run behind a tail that it ran before: it writes to nothing."""
+    if writes(node, parent):
+        return False
+    if node.op != "call_module":
+        return True
+    kind = type(parent.get_submodule(str(node.target)))
+    return kind.__module__.startswith(("torch.nn.", "lokakern.nn."))

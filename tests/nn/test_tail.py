@@ -1,0 +1,657 @@
+"""Layers with tails in forwards: which are found, values, where the modules run, and changes."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from lokakern.conversion.tail_sites import found_tails
+from lokakern.nn import crossed_forward, joined, norm_gradient, rectified
+from lokakern.nn.crossed_forward import crossed_of, remove_crosses, set_crosses
+from lokakern.nn.joined import joined_between
+from lokakern.nn.linear import Linear
+from lokakern.nn.rectified import KERNEL, rectified_between
+from lokakern.nn.static_handoff import set_handoff
+from lokakern.nn.tail import Tail, planned_tails
+from tests.support import compiled_steps
+from tests.support.compiled_steps import compiled, step
+from tests.support.routed_layers import BY_ROW, K, layer_of, rows
+
+N = 2 * K
+calls_of = functools.partial(compiled_steps.calls_of, "lokakern::norm_gradient")
+
+
+@pytest.fixture(autouse=True)
+def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU that has the kernel; its emulation runs."""
+    for module in (joined, rectified):
+        monkeypatch.setattr(module, "is_fast", lambda columns, device: columns <= 8192)
+    torch._dynamo.reset()
+
+
+class Block(nn.Module):
+    """Modules of several kinds in a forward that a test gives."""
+
+    flag = False
+
+    def __init__(self, run: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.run, self.rate = run, 0.5
+        self.fc, self.back = Linear(K, N), Linear(N, K)
+        self.norm, self.norm_back = nn.LayerNorm(N), nn.LayerNorm(K)
+        self.relu, self.silu, self.gelu = nn.ReLU(), nn.SiLU(), nn.GELU()
+        self.dropout = nn.Dropout(0.5)
+        self.layers = nn.ModuleList(Linear(K, K) for _ in range(2))
+        self.deep = nn.Sequential(nn.LayerNorm(N), nn.SiLU(), Linear(N, K), nn.ReLU())
+        self.plain = nn.Sequential(nn.ReLU(), Linear(N, K))
+        for norm in (self.norm, self.norm_back, self.deep[0]):
+            nn.init.normal_(norm.weight)
+            nn.init.normal_(norm.bias)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.run(self, x)
+
+
+def block(run: Callable[[Any, Tensor], Any], *, relus: bool = False, joins: bool = True) -> Any:
+    """A block whose tails run by plans."""
+    model = Block(run).bfloat16()
+    none = [""] * len(model.deep)
+    set_handoff(model.deep, none, none, joined=joined_between(model.deep) if joins else ())
+    set_tails(model, relus=relus, joins=joins)
+    return model
+
+
+def set_tails(model: nn.Module, *, relus: bool = False, joins: bool = True, key: str = "") -> None:
+    tails = planned_tails(found_tails(model), model, has_relus=relus, is_joined=joins)
+    set_crosses(model, [], key, tails)
+
+
+def twin_of(model: nn.Module) -> nn.Module:
+    """The module as it was written."""
+    found = copy.deepcopy(model)
+    for module in found.modules():
+        remove_crosses(module)
+        if isinstance(module, nn.Sequential):
+            module.__class__ = nn.Sequential
+    return found
+
+
+def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
+    found = [x.grad, *(p.grad for p in model.parameters())]
+    return [torch.zeros(1) if grad is None else grad.double() for grad in found]
+
+
+def trained(model: nn.Module, x: Tensor, **options: Any) -> list[Tensor]:
+    """The output and all gradients of a compiled step."""
+    torch._dynamo.reset()
+    x = x.detach().clone().requires_grad_()
+    model.zero_grad()
+    y = step(compiled(model, fullgraph=True, **options), x)
+    return [y.detach().double(), *gradients(model, x)]
+
+
+def names_in(run: Callable[[Any, Tensor], Any]) -> list[tuple[str, ...]]:
+    return [tail.names for tail in found_tails(Block(run).bfloat16())]
+
+
+def of_modules(s: Any, x: Tensor) -> Any:
+    return s.back(s.relu(s.norm(s.fc(x))))
+
+
+def of_functions(s: Any, x: Tensor) -> Any:
+    return F.relu(s.back(F.silu(s.norm(s.fc(x)))))
+
+
+def of_torch(s: Any, x: Tensor) -> Any:
+    return torch.relu(s.back(F.hardswish(s.norm(s.fc(x)))))
+
+
+def of_methods(s: Any, x: Tensor) -> Any:
+    return s.norm(s.fc(x)).relu() + s.fc(x).relu_()
+
+
+def in_place(s: Any, x: Tensor) -> Any:
+    y = F.relu(s.fc(x), inplace=True)
+    return F.silu(s.norm_back(s.back(y)), inplace=True)
+
+
+def in_a_loop(s: Any, x: Tensor) -> Any:
+    for layer in s.layers:
+        x = x + s.relu(layer(x))
+    return s.norm_back(s.layers[0](x))
+
+
+def side_by_side(s: Any, x: Tensor) -> Any:
+    a, b, c = s.fc(x), s.layers[0](x), s.layers[1](x)
+    gate = torch.sigmoid(b)
+    a = s.silu(s.norm(a))
+    return s.back(a) * gate + s.relu(c)
+
+
+def of_sequences(s: Any, x: Tensor) -> Any:
+    return s.deep(s.fc(x)) + s.plain(s.fc(2 * x))
+
+
+STYLES: list[tuple[Callable[[Any, Tensor], Any], list[tuple[str, ...]]]] = [
+    (of_modules, [("fc", "norm", "relu")]),
+    (of_functions, [("fc", "norm", "silu()"), ("back", "relu()")]),
+    (of_torch, [("fc", "norm", "hardswish()"), ("back", "relu()")]),
+    (of_methods, [("fc", "norm", "relu()"), ("fc", "relu_()")]),
+    (in_place, [("fc", "relu_()"), ("back", "norm_back", "silu_()")]),
+    (in_a_loop, [("layers.0", "relu"), ("layers.1", "relu"), ("layers.0", "norm_back")]),
+    (side_by_side, [("fc", "norm", "silu"), ("layers.1", "relu")]),
+    (of_sequences, [("fc", "deep"), ("fc", "plain")]),
+]
+
+
+@pytest.mark.parametrize(("run", "names"), STYLES)
+def test_tails_are_found(run: Callable[[Any, Tensor], Any], names: list[tuple[str, ...]]) -> None:
+    assert names_in(run) == names
+
+
+def writes_before_the_tail(s: Any, x: Tensor) -> Any:
+    y = s.fc(x)
+    x.add_(1.0)
+    return F.relu(y) + x.sum()
+
+
+def writes_by_an_operator(s: Any, x: Tensor) -> Any:
+    y = s.fc(x)
+    x += 1.0
+    return F.relu(y) + x.sum()
+
+
+def returns_what_it_writes_to(s: Any, x: Tensor) -> Any:
+    y = s.fc(x)
+    y.relu_()
+    return y
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda s, x: F.gelu(s.fc(x)),
+        lambda s, x: s.gelu(s.back(F.gelu(s.fc(x)))),
+        lambda s, x: s.relu(s.dropout(s.fc(x))),
+        lambda s, x: F.relu(s.fc(x) + 1),
+        lambda s, x: F.relu(s.fc(x).view(-1, K)),
+        lambda s, x: (lambda y: F.relu(y) + y)(s.fc(x)),
+        lambda s, x: (lambda y: s.norm(y) + y)(s.fc(x)),
+        lambda s, x: (lambda y: (F.relu(y), y))(s.fc(x)),
+        lambda s, x: F.relu6(s.fc(x)) + F.leaky_relu(s.fc(x)),
+        lambda s, x: F.layer_norm(s.fc(x), (N,), s.norm.weight, s.norm.bias),
+        lambda s, x: s.norm(input=s.fc(x)),
+        lambda s, x: s.norm(s.fc(input=x)),
+        lambda s, x: torch.relu(F.linear(x, s.fc.weight, s.fc.bias)),
+        lambda s, x: s.deep[1](s.deep[2](s.deep[1](s.deep[0](s.back(x))))),  # no children
+        writes_before_the_tail,
+        writes_by_an_operator,
+        returns_what_it_writes_to,
+    ],
+)
+def test_other_calls_are_left_alone(run: Callable[[Any, Tensor], Any]) -> None:
+    assert not names_in(run)
+
+
+@pytest.mark.parametrize(("kind", "name"), [(nn.ReLU, "relu"), (nn.LayerNorm, "norm")])
+def test_subclasses_are_left_alone(kind: type, name: str) -> None:
+    model = Block(lambda s, x: s.relu(s.norm(s.fc(x)))).bfloat16()
+    getattr(model, name).__class__ = type("Other", (kind,), {})
+    assert [tail.names for tail in found_tails(model)] == ([("fc", "norm")] * (kind is nn.ReLU))
+    model.fc.__class__ = type("Other", (Linear,), {})
+    assert not found_tails(model)
+
+
+class Cast(Block):
+    """A forward with arguments that may be left out or be None."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, scale: float = 2.0) -> Any:
+        y = self.norm(self.fc(x)).relu() * scale
+        return y if mask is None else y * mask
+
+
+def asks_for_a_shape(s: Any, x: Tensor) -> Any:
+    return F.relu(s.fc(x)) if x.shape[0] > 3 else x
+
+
+def asks_for_a_value(s: Any, x: Tensor) -> Any:
+    return F.relu(s.fc(x)) if x.sum() > 0 else x
+
+
+def keeps_its_output(s: Any, x: Tensor) -> Any:
+    s.last = F.relu(s.fc(x))
+    return s.last
+
+
+def is_without_gradients(s: Any, x: Tensor) -> Any:
+    with torch.no_grad():
+        x = F.relu(s.fc(x))
+    return x * 2
+
+
+def draws(s: Any, x: Tensor) -> Any:
+    return F.relu(s.fc(x)) * float(torch.rand(()))
+
+
+@pytest.mark.parametrize(
+    "run",
+    [asks_for_a_shape, asks_for_a_value, keeps_its_output, is_without_gradients, draws],
+)
+def test_forwards_that_cannot_be_traced_are_left_alone(
+    run: Callable[[Any, Tensor], Any], recwarn: pytest.WarningsRecorder
+) -> None:
+    assert not names_in(run) and not recwarn.list
+
+
+def test_a_forward_that_is_kept_from_compilers_is_left_alone() -> None:
+    class Disabled(Block):
+        forward = torch.compiler.disable(Block.forward)  # type: ignore[assignment]
+
+    assert not found_tails(Disabled(of_modules).bfloat16())
+
+
+def test_plans_are_those_of_modules_in_a_sequence() -> None:
+    model = Block(lambda s, x: s.norm(s.fc(F.relu(s.layers[0](x))))).bfloat16()
+    model.fc = layer_of((BY_ROW, "", ""), n=N, bias=True)
+    sequence = nn.Sequential(model.layers[0], nn.ReLU(), model.fc, model.norm)
+    tails = planned_tails(found_tails(model), model, has_relus=True, is_joined=True)
+    assert tails == [
+        Tail(("layers.0", "relu()"), rectified_between(sequence)[0], "none relu"),
+        Tail(("fc", "norm"), "", "layer none"),
+    ]
+    assert tails[0].rectified not in ("", rectified.ALWAYS)  # the reader quantizes at some m
+    for options in ((False, True), (True, False)):
+        relus, joins = options
+        found = planned_tails(found_tails(model), model, has_relus=relus, is_joined=joins)
+        assert [(bool(x.rectified), bool(x.joined)) for x in found] == [
+            (relus, joins), (False, joins)
+        ]  # fmt: skip
+    model.fc = nn.Linear(K, N).bfloat16()  # of no conversion
+    assert not planned_tails(found_tails(model), model, has_relus=True, is_joined=True)[1].plan
+    assert not found_tails(model.float())
+
+
+def test_a_relu_in_a_product_looks_at_all_that_reads_it() -> None:
+    def run(s: Any, x: Tensor) -> Any:
+        y = F.relu(s.layers[0](x))
+        return s.layers[1](y) + s.back(F.relu(s.fc(y)))
+
+    model = Block(run).bfloat16()
+
+    def route() -> str:
+        tails = planned_tails(found_tails(model), model, has_relus=True, is_joined=False)
+        return tails[0].rectified
+
+    assert route() == rectified.ALWAYS
+    model.fc = layer_of((BY_ROW, "", ""), n=N, bias=True)
+    assert route() == f"none;16:0={KERNEL},16=;1:0={KERNEL},17="
+
+
+# --- values
+
+
+@pytest.mark.parametrize("relus", [False, True])
+@pytest.mark.parametrize(("run", "names"), STYLES)
+def test_gradients_are_as_exact_as_those_of_the_modules(
+    run: Callable[[Any, Tensor], Any], names: list[tuple[str, ...]], relus: bool
+) -> None:
+    model = block(run, relus=relus)
+    plain, exact = twin_of(model), twin_of(model).double()
+    count = len(names) + (run is of_sequences)  # a layer with a relu in the sequence
+    assert calls_of(compiled(model, fullgraph=True), rows(48).requires_grad_()) == count
+    mine, theirs = trained(model, rows(48)), trained(plain, rows(48))
+    true = trained(exact, rows(48).double())
+    assert torch.equal(mine[0], theirs[0])
+    for one, other, right in zip(mine, theirs, true, strict=True):
+        size = right.norm() + 1e-30
+        assert (one - right).norm() / size <= 1.3 * (other - right).norm() / size + 2e-3
+
+
+@pytest.mark.parametrize("relus", [False, True])
+def test_the_bits_are_those_of_a_sequence(relus: bool) -> None:
+    def run(s: Any, x: Tensor) -> Any:
+        y = s.relu(s.layers[1](F.relu(s.layers[0](x))))
+        return s.norm_back(s.back(s.silu(s.norm(s.fc(y)))))
+
+    model = block(run, relus=relus)
+    s = twin_of(model)
+    other = nn.Sequential(
+        s.layers[0], nn.ReLU(), s.layers[1], nn.ReLU(), s.fc, s.norm, nn.SiLU(), s.back, s.norm_back
+    )
+    none = [""] * len(other)
+    relus_at = rectified_between(other) if relus else ()
+    set_handoff(other, none, none, rectified=relus_at, joined=joined_between(other))
+    used = {name: p for name, p in model.named_parameters() if "deep" not in name
+            and "plain" not in name}  # fmt: skip
+    mine = trained(model, rows(48))
+    theirs = trained(other, rows(48))
+    assert torch.equal(mine[0], theirs[0]) and torch.equal(mine[1], theirs[1])
+    for name, parameter in used.items():
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, s.get_parameter(name).grad)
+
+
+def products_with_relus(model: Callable[[Tensor], Any], x: Tensor) -> int:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
+        model(x)
+    return sum(event.name == "aten::_addmm_activation" for event in found.events())
+
+
+@torch.no_grad()
+def test_compiled_inference_has_relus_in_products() -> None:
+    model, x = block(of_functions, relus=True, joins=False), rows(32)
+    run = compiled(model, fullgraph=True)
+    assert torch.equal(run(x), twin_of(model)(x)) and products_with_relus(run, x) == 1
+    model = block(of_sequences, relus=True, joins=False)
+    torch._dynamo.reset()
+    run = compiled(model, fullgraph=True)
+    assert torch.equal(run(x), twin_of(model)(x)) and products_with_relus(run, x) == 1
+    x = rows(32).view(2, 16, K)
+    assert torch.equal(run(x), twin_of(model)(x)) and products_with_relus(run, x) == 1
+
+
+def test_gradients_by_routes_of_a_quantized_layer() -> None:
+    model = block(of_functions)
+    model.back = layer_of((BY_ROW, BY_ROW, BY_ROW), n=K, k=N, bias=True)
+    set_tails(model)
+    plain = twin_of(model)
+    assert calls_of(compiled(model, fullgraph=True), rows(48).requires_grad_()) == 2
+    for one, other in zip(trained(model, rows(48)), trained(plain, rows(48)), strict=True):
+        assert (one - other).norm() <= 0.05 * other.norm()  # an FP8 step moves by a rounding
+
+
+@pytest.mark.parametrize("shape", [(1, K), (2, 3, K), (0, K)])
+def test_inputs_of_other_shapes(shape: tuple[int, ...]) -> None:
+    model = block(of_functions, relus=True)
+    x = torch.randn(shape).bfloat16()
+    mine, theirs = trained(model, x), trained(twin_of(model), x)
+    assert torch.equal(mine[0], theirs[0]) and mine[1].shape == x.shape
+
+
+def test_dynamic_rows() -> None:
+    model = block(of_functions, relus=True)
+    run = compiled(model, fullgraph=True, dynamic=True)
+    for m in (80, 33, 48):
+        assert calls_of(run, rows(m).requires_grad_()) == 2
+
+
+# --- where the modules run
+
+
+@pytest.mark.parametrize("relus", [False, True])
+def test_eager_calls_run_the_own_forward(relus: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = block(of_functions, relus=relus), rows(32)
+    plain = twin_of(model)
+
+    def no_tail(*_: Any) -> Any:
+        raise AssertionError
+
+    scope = vars(crossed_forward)
+    monkeypatch.setitem(scope, "_are_tensors", no_tail)
+    for seen in (x, x.clone().requires_grad_()):
+        assert torch.equal(model(seen), plain(seen))
+    with torch.no_grad():
+        assert torch.equal(model(x), plain(x)) and products_with_relus(model, x) == 0
+    assert calls_of(model, x.clone().requires_grad_()) == 0
+
+
+def _hook(*_given: object) -> None:
+    return None
+
+
+@pytest.mark.parametrize(
+    ("change", "count"),
+    [
+        (lambda m: None, 4),
+        (lambda m: m.norm.register_forward_hook(_hook), 3),
+        (lambda m: m.fc.register_forward_pre_hook(_hook), 2),  # which is called twice
+        (lambda m: m.relu.register_forward_hook(_hook), 3),
+        (lambda m: m.deep.register_forward_hook(_hook), 3),
+        (lambda m: m.layers[0].register_forward_hook(_hook), 3),
+        (lambda m: m.deep[0].register_forward_hook(_hook), 3),
+        (lambda m: setattr(m.norm, "forward", lambda x: nn.LayerNorm.forward(m.norm, x)), 3),
+        (lambda m: m.fc.bias.requires_grad_(False), 2),
+        (lambda m: m.norm.weight.requires_grad_(False), 3),
+        (lambda m: m.fc.weight.requires_grad_(False), 4),
+        (lambda m: setattr(m.norm, "weight", m.norm.bias), 3),
+        (lambda m: m.requires_grad_(False), 0),
+        (lambda m: m.float(), 0),
+        (lambda m: setattr(m, "relu", nn.GELU()), 1),  # other children than known
+        (lambda m: setattr(m, "norm", copy.deepcopy(m.norm)), 1),
+        (lambda m: m.layers.append(nn.Identity()), 1),
+        (lambda m: setattr(m, "rate", 0.25), 1),  # another setting
+        (lambda m: setattr(m, "flag", True), 1),
+        (lambda m: m.deep.__setitem__(0, nn.RMSNorm(N).bfloat16()), 2),
+        (lambda m: m.deep.__setitem__(1, nn.GELU()), 2),  # the sequence is not as known, either
+        (lambda m: vars(m).__setitem__("forward", lambda x: of_all(m, x)), 1),
+    ],
+)
+def test_the_modules_run_where_anything_is_unusual(
+    change: Callable[[Any], object], count: int
+) -> None:
+    model = block(of_all)
+    plain = twin_of(model)
+    for each in (model, plain):
+        change(each)
+    x = rows(32).to(model.fc.weight.dtype).requires_grad_()
+    assert calls_of(compiled(model), x) == count
+    mine, theirs = trained_freely(model, x), trained_freely(plain, x)
+    assert torch.equal(mine[0], theirs[0])
+    for one, other in zip(mine, theirs, strict=True):
+        assert (one - other).norm() <= 0.05 * other.norm() + 1e-6
+
+
+def of_all(s: Any, x: Tensor) -> Any:
+    y = F.relu(s.layers[0](s.back(s.relu(s.norm(s.fc(x))))))
+    return y + s.deep(s.fc(y))
+
+
+def trained_freely(model: nn.Module, x: Tensor) -> list[Tensor]:
+    torch._dynamo.reset()
+    x = x.detach().clone().requires_grad_()
+    model.zero_grad()
+    y = step(compiled(model), x)
+    return [y.detach().double(), *gradients(model, x)]
+
+
+@pytest.mark.parametrize("name", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+@pytest.mark.parametrize("child", ["fc", "norm", "relu", "deep"])
+def test_hooks_of_a_compiled_backward_pass_run(name: str, child: str) -> None:
+    model, seen = block(of_all, relus=True), []
+    getattr(model.get_submodule(child), name)(lambda *given: seen.append(given[0]))
+    x = rows(32).requires_grad_()
+    step(compiled(model), x)
+    assert seen and set(seen) == {model.get_submodule(child)}
+
+
+def test_the_modules_run_under_autocast_and_without_gradients() -> None:
+    model, x = block(of_functions), rows(32).requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert calls_of(compiled(model), x) == 0
+    torch._dynamo.reset()
+    run, plain = compiled(model), twin_of(model)
+    with torch.no_grad():
+        assert torch.equal(run(x), plain(x))
+
+
+def test_a_replaced_method_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = nn.LayerNorm.forward
+    monkeypatch.setattr(nn.LayerNorm, "forward", lambda self, x: before(self, x))
+    assert calls_of(compiled(block(of_modules)), rows(32).requires_grad_()) == 0
+
+
+@pytest.mark.parametrize("is_warm", [False, True])
+def test_a_replaced_forward_of_its_class_is_called(
+    is_warm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = block(of_modules), rows(32)
+    run = compiled(model, fullgraph=True)
+    if is_warm:
+        run(x)
+    monkeypatch.setattr(Block, "forward", lambda self, x: self.fc(x))
+    assert torch.equal(run(x), model.fc(x)) and torch.equal(model(x), model.fc(x))
+
+
+def test_optional_arguments_that_are_given() -> None:
+    model = Cast(of_modules).bfloat16()
+    set_tails(model)
+    plain, x, mask = twin_of(model), rows(32).requires_grad_(), torch.ones(N).bfloat16()
+    run = compiled(model, fullgraph=True)
+    assert calls_of(run, x) == 1
+    for given in ({}, {"mask": mask}, {"scale": 3.0}, {"mask": None, "scale": 2.0}):
+        assert torch.equal(run(x, **given), plain(x, **given))
+        assert torch.equal(model(x, **given), plain(x, **given))
+        counted = calls_of(lambda x, given=given: run(x, **given), x)
+        assert counted == (not given or given.get("scale") == 2.0)
+
+
+def with_dropout(s: Any, x: Tensor) -> Any:
+    y = F.dropout(F.relu(s.fc(x)), 0.5, s.training)
+    return s.norm_back(s.back(y)) if s.training else F.relu(s.back(y))
+
+
+def test_a_forward_that_depends_on_whether_it_trains() -> None:
+    model = block(with_dropout, relus=True)
+    names = [tail.names for tail in crossed_of(model).tails]
+    assert names == [("fc", "relu()"), ("back", "norm_back"), ("back", "relu()")]
+    plain, x = twin_of(model), rows(48)
+    for is_training in (True, False, True):
+        results = []
+        for each in (model.train(is_training), plain.train(is_training)):
+            torch.manual_seed(1)
+            results.append(compiled(each, fullgraph=True)(x))
+        assert torch.equal(*results)
+    assert calls_of(compiled(model.train(), fullgraph=True), x.requires_grad_()) == 2
+    model.eval()
+    assert calls_of(compiled(model, fullgraph=True), x) == 2
+    model.train().back.eval()  # a child in another mode
+    assert calls_of(compiled(model, fullgraph=True), x) == 0
+
+
+def test_a_module_that_was_compiled_follows_its_plans() -> None:
+    model, x = block(of_functions), rows(48).requires_grad_()
+    counter = CompileCounterWithBackend("aot_eager")
+    run = torch.compile(model, backend=counter, fullgraph=True, dynamic=False)
+    tails = crossed_of(model).tails
+    for _ in range(3):
+        set_crosses(model, [], "", tails)
+        assert calls_of(run, x) == 2
+        set_crosses(model, [], "", [tail._replace(joined="") for tail in tails])
+        assert calls_of(run, x) == 0
+        remove_crosses(model)
+        assert calls_of(run, x) == 0
+    # Each once; what is traced after a compilation has attributes that torch added, twice more.
+    assert counter.frame_count <= 5
+
+
+def test_equal_modules_that_are_compiled_one_by_one_share_a_graph() -> None:
+    counter = CompileCounterWithBackend("eager")
+    for kind in (of_functions, of_modules):
+        model = nn.Sequential(*(block(kind) for _ in range(12)))
+        for each in model:
+            each.compile(backend=counter, fullgraph=True, dynamic=False)
+        model(rows(32).requires_grad_())
+    assert counter.frame_count == 2
+
+
+def test_many_classes_that_are_compiled_one_by_one() -> None:
+    """Dynamo compiles one code 8 times at most."""
+    x, counter = rows(32), CompileCounterWithBackend("eager")
+    for place in range(12):
+        model = type(f"Block{place}", (Block,), {"flag": place})(of_modules).bfloat16()
+        set_tails(model)
+        model.compile(backend=counter, fullgraph=True, dynamic=False)
+        model(x)
+    assert counter.frame_count == 12
+
+
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_an_exported_model_may_be_trained(is_strict: bool) -> None:
+    model = block(of_all, relus=True)
+    exported = torch.export.export(model, (rows(32),), strict=is_strict).module()
+    assert torch.equal(exported(rows(32)), model(rows(32)))
+    step(exported, rows(32))
+    assert exported.get_parameter("fc.bias").grad is not None
+
+
+def test_copies_and_pickles_and_states() -> None:
+    model, x = block(of_all), rows(32).requires_grad_()
+    keys = list(Block(of_all).state_dict())
+    assert list(model.state_dict()) == keys
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert crossed_of(other).module is other
+        torch._dynamo.reset()
+        assert calls_of(compiled(other, fullgraph=True), x) == 4
+        for one, its in zip(trained(model, x), trained(other, x), strict=True):
+            assert torch.equal(one, its)
+        nn.init.zeros_(other.fc.weight)
+        assert torch.equal(model(x), trained(model, x)[0].bfloat16())
+        other.load_state_dict(model.state_dict())
+        assert torch.equal(other(x), model(x))
+        remove_crosses(other)
+        assert "forward" not in vars(other)
+
+
+def test_a_tail_that_is_not_there_is_refused() -> None:
+    from lokakern.errors import UnsupportedError
+
+    model = Block(of_modules).bfloat16()
+    with pytest.raises(UnsupportedError, match="does not call fc and relu"):
+        set_crosses(model, [], "", [Tail(("fc", "relu"), rectified.ALWAYS, "")])
+    assert "forward" not in vars(model)
+
+
+class Behind(nn.Module):
+    def __init__(self, model: nn.Module, *, writes: bool) -> None:
+        super().__init__()
+        self.model, self.writes = model, writes
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.model(x)
+        return y.sub_(1.0) if self.writes else y - 1.0
+
+
+@pytest.mark.parametrize("relus", [False, True])
+def test_a_module_may_write_to_the_output_of_a_relu(relus: bool) -> None:
+    model, found = block(lambda s, x: F.relu(s.fc(x)), relus=relus), []
+    for writes in (True, False):
+        crossed = crossed_of(model)
+        assert crossed is not None and crossed.tails
+        x = rows(48).requires_grad_()
+        model.zero_grad()
+        torch._dynamo.reset()
+        step(compiled(Behind(model, writes=writes), fullgraph=True), x)
+        found.append([grad.clone() for grad in gradients(model, x)])
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.gpu
+def test_compiled_training_steps_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (joined, rectified):
+        monkeypatch.setattr(module, "is_fast", norm_gradient.is_fast)
+    for run, _ in STYLES:
+        model = block(run, relus=True).cuda()
+        plain = twin_of(model)
+        x = rows(256).cuda().requires_grad_()
+        for dynamic in (False, True):
+            torch._dynamo.reset()
+            found = []
+            for each in (model, plain):
+                compiled_step = torch.compile(each, fullgraph=True, dynamic=dynamic)
+                for _ in range(3):
+                    x.grad = None
+                    each.zero_grad()
+                    step(compiled_step, x)
+                found.append(gradients(each, x))
+            for one, other in zip(*found, strict=True):
+                assert (one - other).norm() <= 0.02 * other.norm()
