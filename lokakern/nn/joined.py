@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, bfloat16, is_grad_enabled, nn
+from torch import Tensor, bfloat16, float32, is_grad_enabled, nn
 from torch.compiler import is_exporting
 from torch.nn import Parameter
 from torch.nn.functional import hardswish, layer_norm, relu, rms_norm, silu
 
+from lokakern.nn.autocast import CAST, is_in_bfloat16
 from lokakern.nn.block_rms_norm import BlockRMSNorm, block_rms_norm
 from lokakern.nn.chain_call import has_own_call, is_usual
 from lokakern.nn.linear import ALTERED, Linear, fuse_quantizers
@@ -38,6 +39,7 @@ ACTIVATIONS: dict[type[nn.Module], str] = {
 }
 _APPLY = {"none": None, "relu": relu, "hardswish": hardswish, "silu": silu}
 _BLOCK_NORM = "block_rms("
+_SUMMED = (bfloat16, float32)  # dtypes of vectors for which kernels add up sums
 
 
 def joined_between(sequence: nn.Sequential) -> tuple[str, ...]:
@@ -70,7 +72,7 @@ def joined_at(layer: nn.Module, norm: nn.Module | None, activation: str) -> str:
         return ""
     is_whole = layer.padding == (0, 0) and not layer.is_mixing and not layer.is_held
     columns = layer.out_features
-    if not is_whole or layer.weight.dtype is not bfloat16 or not takes(columns):
+    if not is_whole or layer.weight.dtype not in CAST or not takes(columns):
         return ""
     if norm is None:
         return f"none {activation}" if layer.bias is not None and activation != "none" else ""
@@ -165,9 +167,9 @@ def multiply_with_norm(
         return None
     given = [vector for vector in vectors if vector is not None]
     for place, vector in enumerate(given):
-        if type(vector) is not Parameter or vector.dtype is not bfloat16:
+        if type(vector) is not Parameter or not vector.requires_grad:
             return None
-        if not vector.requires_grad:
+        if vector.dtype not in _SUMMED or vector.dtype is not given[0].dtype:
             return None
         # Dynamo breaks the graph at a function of autograd that is given one tensor twice.
         if any(vector is other for other in given[:place]):
@@ -194,7 +196,7 @@ def joined_way(columns: int, dtype: torch.dtype, weight_dtype: torch.dtype, devi
     It reads the state of autocast and global hooks, which Dynamo guards.
     """
     fuse_quantizers()
-    if not (dtype is weight_dtype is bfloat16) or torch.is_autocast_enabled(device):
+    if not is_in_bfloat16(dtype, weight_dtype, device):
         return ""
     if torch._C._are_functorch_transforms_active() or not are_calls_plain() or is_exporting():
         return ""
@@ -229,7 +231,8 @@ class JoinedGradients(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         y, bias, weight, shift = ctx.saved_tensors
         given = (y, bias, weight, shift, ctx.kind, ctx.activation, ctx.eps)
-        dy, sums = OPS.norm_gradient(gradients[0], *given)
+        # Autocast normalizes in float32; what reads the output in bfloat16 made the gradient.
+        dy, sums = OPS.norm_gradient(gradients[0].bfloat16(), *given)
         of_bias = None if bias is None else sums[0]
         of_weight = None if weight is None else sums[int(bias is not None)]
         of_shift = None if shift is None else sums[-1]

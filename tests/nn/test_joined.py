@@ -87,7 +87,8 @@ def test_where_gradients_are_joined() -> None:
     assert not any(joined_between(nn.Sequential(Linear(8, 96), BlockRMSNorm(96, 48)).bfloat16()))
     found = joined_between(nn.Sequential(Linear(8, 96), BlockRMSNorm(96, 96)).bfloat16())
     assert found == ("block_rms(96) none", "")
-    assert not any(joined_between(nn.Sequential(Linear(K, N), nn.ReLU())))  # float32
+    assert any(joined_between(nn.Sequential(Linear(K, N), nn.ReLU())))  # float32, for autocast
+    assert not any(joined_between(nn.Sequential(Linear(K, N), nn.ReLU()).double()))
     for columns in (N + 1, norm_gradient.LONGEST_ROW + norm_gradient.CHUNK):  # of no kernel
         assert not any(joined_between(nn.Sequential(Linear(K, columns), nn.ReLU()).bfloat16()))
 
@@ -248,7 +249,7 @@ def test_a_layer_with_its_own_norm(
 def test_where_a_layer_with_its_own_norm_runs_as_it_is() -> None:
     for options in ({"norm": "none", "activation": None}, {"norm": "none", "bias": False}):
         assert not alone(K, 24, **options).joined
-    assert not LinearNormAct(K, 24).joined  # float32
+    assert not LinearNormAct(K, 24).double().joined
     assert joined_between(nn.Sequential(alone(K, 24), nn.ReLU())) == ("", "")
     changes: tuple[Callable[[LinearNormAct], object], ...] = (
         lambda layer: layer.norm.register_forward_hook(_hook),
@@ -331,11 +332,45 @@ def test_the_modules_run_where_anything_is_unusual(
     assert calls_of(compiled(model), x) == count
 
 
-def test_the_modules_run_in_eager_mode_under_autocast_and_without_gradients() -> None:
+@pytest.mark.parametrize("relus", [False, True])
+def test_gradients_under_autocast_are_those_of_bfloat16(relus: bool) -> None:
+    """With float32 parameters, whose gradients are not rounded to bfloat16."""
+    model = model_of(*usual(), relus=relus).float()
+    plain = nn.Sequential(*copy.deepcopy(list(model)))
+    exact, x = copy.deepcopy(plain).double(), rows(48).float()
+    found = []
+    for each in (compiled(model, fullgraph=True), compiled(plain, fullgraph=True), exact):
+        given = (x.double() if each is exact else x.clone()).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=each is not exact):
+            y = step(each, given)
+        made = getattr(each, "_orig_mod", each)
+        assert all(p.grad.dtype is p.dtype for p in made.parameters())
+        found.append([y.double(), *gradients(made, given)])
+    mine, theirs, true = found
+    assert torch.equal(mine[0], theirs[0])
+    for one, other, right in zip(mine, theirs, true, strict=True):
+        size = right.norm() + 1e-30
+        assert (one - right).norm() / size <= 1.2 * (other - right).norm() / size + 1e-3
+    with torch.autocast("cpu", torch.bfloat16):
+        assert calls_of(compiled(model), x.clone().requires_grad_()) == 4
+        assert calls_of(model, x.clone().requires_grad_()) == 0
+        with torch.no_grad():
+            assert torch.equal(compiled(model)(x), plain(x))
+
+
+def test_vectors_have_one_dtype() -> None:
+    model = usual()
+    model[1].float()
+    x = rows(32).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert calls_of(compiled(model), x) == 3
+
+
+def test_the_modules_run_in_eager_mode_under_other_autocast_and_without_gradients() -> None:
     model, x = usual(), rows(32).requires_grad_()
     assert calls_of(model, x) == 0
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert calls_of(compiled(model), x) == 0
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert calls_of(compiled(usual().float()), x) == 0
     run = compiled(model)
     plain = nn.Sequential(*model)
     with torch.no_grad():
