@@ -18,7 +18,7 @@ def found_tails(module: nn.Module) -> list[FoundTail]:
     """The layers with tails in the forward of a module, in training or in evaluation."""
     children = {id(child) for child in children_of(module)}
     layers = [child for child in children_of(module) if isinstance(child, nn.Linear)]
-    if not any(layer.bias is not None and layer.weight.dtype in CAST for layer in layers):
+    if not any(layer.weight.dtype in CAST for layer in layers):
         return []
     # A user who keeps a forward from compilers does not want another one to be compiled. And a mod
     # whose forward was replaced could not be undone before this conversion.
