@@ -29,7 +29,6 @@ from lokakern.nn.routed_matmul import OPS
 # 0.71 to 0.99 times as long with it at 128 to 2048 columns and 512 to 32768 rows, and at 4096
 # columns 0.98 to 1.08.
 LONGEST_ROW = 2048
-LONGEST_OF_BLOCKS = 8192  # columns of a row whose blocks have statistics of their own; not timed
 BLOCKS = (8, 16, 32, 64, 128, 256)  # columns of such a block that the kernel takes
 NORMS = (nn.LayerNorm, nn.RMSNorm, BlockRMSNorm)
 ACTIVATIONS: dict[type[nn.Module], str] = {
@@ -39,13 +38,14 @@ ACTIVATIONS: dict[type[nn.Module], str] = {
 }
 _APPLY = {"none": None, "relu": relu, "hardswish": hardswish, "silu": silu}
 _BLOCK_NORM = "block_rms("
+_FLOAT32 = ("layer", "rms")  # norms that autocast computes in float32
 _SUMMED = (bfloat16, float32)  # dtypes of vectors for which kernels add up sums
 
 
 def joined_between(sequence: nn.Sequential) -> tuple[str, ...]:
     """For each layer the norm and the activation behind it, such as "layer relu", or "".
 
-    Either may be missing, and is "none" then; see `joined_at`.
+    Either may be missing, and is "none" then; see `joined_at` and `read_by`.
     """
     modules = list(sequence)
     found = [""] * len(modules)
@@ -54,7 +54,9 @@ def joined_between(sequence: nn.Sequential) -> tuple[str, ...]:
             behind = modules[place + 1 : place + 3]
             norm = behind.pop(0) if behind and type(behind[0]) in NORMS else None
             activation = ACTIVATIONS.get(type(behind[0]), "none") if behind else "none"
-            found[place] = joined_at(layer, norm, activation)
+            text = joined_at(layer, norm, activation)
+            after = modules[place + count_joined(text) :][:1] if text else []
+            found[place] = read_by(after, text)
     return tuple(found)
 
 
@@ -80,8 +82,23 @@ def joined_at(layer: nn.Module, norm: nn.Module | None, activation: str) -> str:
     is_of_blocks = type(norm) is BlockRMSNorm and norm.block != columns
     if is_of_blocks and norm.block not in BLOCKS:
         return ""
-    longest = LONGEST_OF_BLOCKS if is_of_blocks else LONGEST_ROW
-    return f"{kind} {activation}" if kind and columns == of_norm <= longest else ""
+    if columns != of_norm or not (is_of_blocks or columns <= LONGEST_ROW):
+        return ""
+    return f"{kind} {activation}" if kind else ""
+
+
+def read_by(readers: Sequence[nn.Module], text: str) -> str:
+    """A text of `joined_at` with a third word, "linear", if linear layers read the output.
+
+    Under autocast a norm of rows returns float32. Linear layers read it in bfloat16, so that the
+    op, which takes a gradient in bfloat16, rounds nothing; other readers' gradients are float32.
+
+    Args:
+        readers: All modules that read the output; none if something else does.
+        text: The text, or "".
+    """
+    is_cast = bool(readers) and all(isinstance(reader, nn.Linear) for reader in readers)
+    return f"{text} linear" if is_cast and text.startswith(_FLOAT32) else text
 
 
 def _norm_of(norm: nn.Module) -> tuple[str, int, float]:
@@ -119,7 +136,7 @@ def multiply_joined(
         input_scale: Of the layer, see `Linear.forward`.
     """
     layer, *behind = modules
-    kind, activation = text.split()
+    kind, activation, *_ = text.split()
     norm = behind[0] if kind != "none" else None
     if type(layer) is not Linear or has_own_call(layer) or has_backward_hooks(layer):
         return None
@@ -146,7 +163,7 @@ def multiply_with_norm(
         input_scale: As of `multiply_joined`.
         residual: Of the shape of the output, and added before the norm; or None.
     """
-    kind, activation = text.split()
+    kind, activation, *reader = text.split()
     if not is_usual(x) or not is_grad_enabled() or (norm is None) != (kind == "none"):
         return None
     if layer._plan.startswith(ALTERED):  # by a mod, since
@@ -176,7 +193,8 @@ def multiply_with_norm(
             return None
     if type(layer.weight) is not Parameter or x.shape[-1] != layer.in_features or x.dim() < 2:
         return None
-    if not joined_way(layer.out_features, x.dtype, layer.weight.dtype, x.device.type):
+    is_wide = kind in _FLOAT32 and not reader
+    if not joined_way(layer.out_features, x.dtype, layer.weight.dtype, x.device.type, is_wide):
         return None
     shape = (*x.shape[:-1], layer.out_features)
     if residual is not None and not (
@@ -190,13 +208,18 @@ def multiply_with_norm(
     return z if y.dim() == 2 else z.view(y.shape)
 
 
-def joined_way(columns: int, dtype: torch.dtype, weight_dtype: torch.dtype, device: str) -> str:
+def joined_way(
+    columns: int, dtype: torch.dtype, weight_dtype: torch.dtype, device: str, is_wide: bool
+) -> str:
     """A word if the op is to compute the gradients, or ""; a constant for compilers.
 
-    It reads the state of autocast and global hooks, which Dynamo guards.
+    It reads the state of autocast and global hooks, which Dynamo guards. ``is_wide`` tells that
+    the output may be read in float32 under autocast.
     """
     fuse_quantizers()
     if not is_in_bfloat16(dtype, weight_dtype, device):
+        return ""
+    if is_wide and torch.is_autocast_enabled(device):
         return ""
     if torch._C._are_functorch_transforms_active() or not are_calls_plain() or is_exporting():
         return ""
@@ -231,7 +254,7 @@ class JoinedGradients(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         y, bias, weight, shift = ctx.saved_tensors
         given = (y, bias, weight, shift, ctx.kind, ctx.activation, ctx.eps)
-        # Autocast normalizes in float32; what reads the output in bfloat16 made the gradient.
+        # float32 behind a norm under autocast, cast from bfloat16: see `read_by`.
         dy, sums = OPS.norm_gradient(gradients[0].bfloat16(), *given)
         of_bias = None if bias is None else sums[0]
         of_weight = None if weight is None else sums[int(bias is not None)]

@@ -17,7 +17,14 @@ from torch.compiler import is_compiling
 from torch.nn.functional import hardswish, relu, silu
 
 from lokakern.nn.chain_call import has_own_call
-from lokakern.nn.joined import ACTIVATIONS, NORMS, count_joined, joined_at, multiply_joined
+from lokakern.nn.joined import (
+    ACTIVATIONS,
+    NORMS,
+    count_joined,
+    joined_at,
+    multiply_joined,
+    read_by,
+)
 from lokakern.nn.linear import Linear
 from lokakern.nn.rectified import has_backward_hooks, multiply_rectified, rectified_at
 from lokakern.nn.static_handoff import BoundedSequential
@@ -91,6 +98,8 @@ def planned_tails(
             rectified = rectified_at(layer, [x for tail in alike for x in _readers(tail, module)])
         if is_joined:
             joined = joined_at(layer, norm, activation)
+            after = [_after(tail, module, count_joined(joined) - 1) for tail in alike if joined]
+            joined = read_by([x for some in after for x in some] if all(after) else [], joined)
         planned[names] = Tail(names, rectified, joined)
     return list(planned.values())
 
@@ -248,6 +257,22 @@ def _readers(tail: FoundTail, parent: nn.Module) -> Iterator[nn.Module]:
         if reader.op == "call_module":
             module = parent.get_submodule(str(reader.target))
             yield next(module.children(), module) if type(module) in _SEQUENCES else module
+
+
+def _after(tail: FoundTail, parent: nn.Module, count: int) -> list[nn.Module]:
+    """All modules that read what so many modules behind a layer return; [] if others do, too."""
+    end = tail.behind[-1]
+    if _called(end, parent) in _SEQUENCES:
+        after = list(parent.get_submodule(str(end.target)).children())[count:]
+        if after:
+            return after[:1]
+    found = []
+    for reader in end.users:
+        if _called(reader, parent) is None:
+            return []
+        module = parent.get_submodule(str(reader.target))
+        found.append(next(module.children(), module) if type(module) in _SEQUENCES else module)
+    return found
 
 
 def _may_follow(node: fx.Node, parent: nn.Module) -> bool:

@@ -86,7 +86,7 @@ def test_no_relu_where_the_kernel_was_not_timed_or_sequences_are_left_alone(
     assert convert(model_of(), 0.06).rectified
     assert not convert(model_of(), 0.06, between=False).rectified
     assert not convert(model_of(), kernels="bf16", distribution=None).rectified
-    assert not convert(model_of().float(), 0.06).rectified
+    assert convert(model_of().float(), 0.06).rectified  # for autocast
     Book(tmp_path / "others.sqlite").write(*measured()).use()
     assert not convert(model_of(), 0.06).rectified
 
@@ -209,7 +209,7 @@ def test_gradients_behind_layers_are_joined_in_training_where_their_kernel_was_t
     with_gradients(known)
     model = normed()
     handle = convert(model, 0.06)
-    assert handle.joined == {"0": "layer relu", "3": "none relu"}
+    assert handle.joined == {"0": "layer relu linear", "3": "none relu"}
     assert handle.forms == {"0": SUMS, "3": SUMS, "5": DOT}
     for options, forms in (({"inference": True}, {"5": DOT}), ({"between": False}, {})):
         other = convert(normed(), 0.06, **options)

@@ -75,7 +75,7 @@ def model_of() -> Net:
 
 
 JOINED = {
-    "mask.hidden": "layer none", "mask.up": "none relu", "mask.down": "none relu",
+    "mask.hidden": "layer none linear", "mask.up": "none relu", "mask.down": "none relu",
     "mask.first": "layer silu",
 }  # fmt: skip
 
