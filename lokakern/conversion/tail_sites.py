@@ -10,14 +10,17 @@ from torch import bfloat16, nn
 
 from lokakern.errors import UnsupportedError
 from lokakern.nn.crossed_forward import children_of, crossed_of, graphs_of
+from lokakern.nn.linear import Linear
 from lokakern.nn.tail import FoundTail, tails_in
 from lokakern.nn.traced_forward import looks_up
+
+_LAYERS = (nn.Linear, Linear)
 
 
 def found_tails(module: nn.Module) -> list[FoundTail]:
     """The layers with tails in the forward of a module, in training or in evaluation."""
     children = {id(child) for child in children_of(module)}
-    layers = [child for child in children_of(module) if isinstance(child, nn.Linear)]
+    layers = [x for x in children_of(module) if isinstance(x, nn.Linear) and type(x) in _LAYERS]
     if not any(layer.bias is not None and layer.weight.dtype is bfloat16 for layer in layers):
         return []
     # A user who keeps a forward from compilers does not want another one to be compiled. A mod

@@ -162,6 +162,9 @@ class CrossedForward:
     # these reads is a guard that every call of the compiled model evaluates. Names of the children,
     # each with its `id`, and plans; "" if there is more.
     _known = ""
+    # Names of the children that a forward reads, or None of all, and these with those in lists.
+    _read: tuple[str, ...] | None = None
+    _read_children: list[nn.Module | None]
     _missing: tuple[str, ...] = ()  # names of attributes that a forward asked for in vain
     # By shapes of inputs, whether no plan holds.
     _is_idle_at: dict[tuple[torch.Size, ...], bool] | None = None
@@ -217,6 +220,10 @@ class CrossedForward:
             if name not in _OF_TORCH and name != "training" and (names is None or name in names)
         }  # fmt: skip
         self._of_class = _settings_of(module, names)
+        self._read = None
+        if names is not None:  # a compiler may be unable to read other children
+            self._read = (*(x for x in module._modules if x in names and x != CHILD), CHILD)
+        self._read_children = children_of(module, self._read)
         self._missing = tuple(sorted(x for x in names or () if not hasattr(module, x)))
         self._own_forward = type(module).forward
         reads = {(id(x[0]), x[1]): x for graph in graphs for x in reads_of(graph)}
@@ -365,7 +372,7 @@ class CrossedForward:
     @property
     def is_as_traced(self) -> bool:
         """Whether children and settings of the module are as they were when it was traced."""
-        now, known = children_of(self.module), self._children
+        now, known = children_of(self.module, self._read), self._read_children
         if len(now) != len(known):
             return False
         for one, other in zip(now, known, strict=True):
@@ -406,7 +413,7 @@ class CrossedForward:
         """Whether children are in the mode of the module, where its forward depends on modes."""
         if len(self._functions) > 1:
             mode = self.module.training
-            for child in self._children:
+            for child in self._read_children:
                 if child is not None and child.training is not mode:
                     return False
         return True
@@ -422,6 +429,8 @@ class CrossedForward:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._own_forward = type(self.module).forward
+        if "_read_children" not in state:  # of earlier versions
+            self._read_children = self._children
         self._names = {
             name: importlib.import_module(x.name) if isinstance(x, _Module) else x
             for name, x in self._names.items()
@@ -589,10 +598,12 @@ def _identities(names: Iterable[str], children: Iterable[object]) -> str:
     return "\1".join(f"{name}\0{id(x)}" for name, x in zip(names, children, strict=True))
 
 
-def children_of(module: nn.Module) -> list[nn.Module | None]:
-    """The children that a forward may call."""
+def children_of(module: nn.Module, names: Sequence[str] | None = None) -> list[nn.Module | None]:
+    """The children that a forward may call, or those with these names."""
     found: list[nn.Module | None] = []
-    for child in module._modules.values():
+    for name, child in module._modules.items():
+        if names is not None and name not in names:
+            continue
         found.append(child)
         if isinstance(child, _LISTS):
             found += list(child._modules.values())

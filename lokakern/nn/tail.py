@@ -81,7 +81,7 @@ def planned_tails(
         has_relus: Whether products may apply relus.
         is_joined: Whether one op may compute gradients.
     """
-    planned: dict[tuple[str, ...], Tail] = {}
+    planned = []
     for names in dict.fromkeys(tail.names for tail in found):
         alike = [tail for tail in found if tail.names == names]
         layer = module.get_submodule(names[0])
@@ -91,8 +91,8 @@ def planned_tails(
             rectified = rectified_at(layer, [x for tail in alike for x in _readers(tail, module)])
         if is_joined:
             joined = joined_at(layer, norm, activation)
-        planned[names] = Tail(names, rectified, joined)
-    return list(planned.values())
+        planned.append(Tail(names, rectified, joined))
+    return planned
 
 
 def run_tail(plan: str, x: Tensor, layer: nn.Module, *behind: nn.Module | str) -> Tensor:
@@ -113,6 +113,7 @@ def run_tail(plan: str, x: Tensor, layer: nn.Module, *behind: nn.Module | str) -
 def _run_planned(
     plan: str, x: Tensor, layer: nn.Module, behind: Sequence[nn.Module | str]
 ) -> Tensor | None:
+    """`run_tail` by a plan, or None where the modules have to run."""
     rectified, joined = plan.split("\0")
     modules = [each for each in behind if not isinstance(each, str)]
     sequence = modules[0] if modules and isinstance(modules[0], nn.Sequential) else None
@@ -123,8 +124,7 @@ def _run_planned(
             return None
         if has_own_call(sequence) or has_backward_hooks(sequence):
             return None
-    done = None
-    end = 1
+    done, end = None, 1
     if rectified:
         done = multiply_rectified(layer, modules[0] if modules else None, x, rectified)
     if done is None and joined:

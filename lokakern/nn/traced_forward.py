@@ -26,11 +26,13 @@ from lokakern.errors import UnsupportedError
 _GRAPHS: WeakKeyDictionary[Any, fx.Graph] = WeakKeyDictionary()  # of rewritten forwards
 
 
-_ALL = "__dict__"  # who reads it may read any attribute
+_OF_MODULES = frozenset(dir(nn.Module()))
+_HARMLESS = ("training", "forward", "__class__")  # others may show all children or attributes
+_ALL = "*"
 _SETTINGS = (bool, int, float, str, type(None))
 # Settings of children that the forward of a graph read: the child, the name and the value.
 _READS: WeakKeyDictionary[fx.Graph, list[tuple[nn.Module, str, Any]]] = WeakKeyDictionary()
-# Names of attributes of the module itself that it read; none if it may have read all.
+# Names of attributes and children of the module itself that it read, unless it may read all.
 _OWN_READS: WeakKeyDictionary[fx.Graph, set[str]] = WeakKeyDictionary()
 _CONSTANT = "_tensor_constant"  # attributes that fx makes of tensors in a forward
 _SDP = ("flash", "mem_efficient", "math", "cudnn")
@@ -288,7 +290,10 @@ def reads_of(graph: fx.Graph) -> list[tuple[nn.Module, str, Any]]:
 
 
 def own_reads_of(graph: fx.Graph) -> set[str] | None:
-    """Names of attributes of the module itself that a traced forward read; None of any."""
+    """Names of attributes and children of the module itself that a traced forward read.
+
+    None if it may have read all.
+    """
     return _OWN_READS.get(graph)
 
 
@@ -305,8 +310,10 @@ def _settings_read(
     """Note the settings of other modules that a forward reads in the block, and its own names."""
 
     def read(self: nn.Module, name: str) -> Any:
-        if self is parent and (name != _ALL or _is_read_by_user()):
+        if self is parent and name not in _OF_MODULES:
             own.add(name)  # also of what it lacks
+        elif self is parent and name not in _HARMLESS and _is_read_by_user():
+            own.add(_ALL)
         value = object.__getattribute__(self, name)
         is_public = name[:1] != "_" and name != "training"
         if self is not parent and is_public and is_setting(value) and _is_read_by_user():

@@ -316,19 +316,31 @@ def test_plans_are_those_of_modules_in_a_sequence() -> None:
     assert not found_tails(model.float())
 
 
-def test_a_relu_in_a_product_looks_at_all_that_reads_it() -> None:
-    def run(s: Any, x: Tensor) -> Any:
-        y = F.relu(s.layers[0](x))
-        return s.layers[1](y) + s.back(F.relu(s.fc(y)))
+def reads_twice(s: Any, x: Tensor) -> Any:
+    y = F.relu(s.layers[0](x))
+    return s.layers[1](y) + s.back(s.gelu(s.fc(y)))
 
-    model = Block(run).bfloat16()
+
+def calls_twice(s: Any, x: Tensor) -> Any:
+    return s.layers[1](F.relu(s.layers[0](x))) + s.back(s.gelu(s.fc(F.relu(s.layers[0](2 * x)))))
+
+
+def reads_in_a_sequence(s: Any, x: Tensor) -> Any:
+    return s.wide(s.layers[0](x)) + s.back(s.gelu(s.fc(x)))
+
+
+@pytest.mark.parametrize("run", [reads_twice, calls_twice, reads_in_a_sequence])
+def test_a_relu_in_a_product_looks_at_all_that_reads_it(run: Callable[[Any, Tensor], Any]) -> None:
+    model = Block(run)
+    model.wide = nn.Sequential(nn.ReLU(), model.fc, nn.GELU(), model.back)
+    model.bfloat16()
 
     def route() -> str:
-        tails = planned_tails(found_tails(model), model, has_relus=True, is_joined=False)
-        return tails[0].rectified
+        (tail,) = planned_tails(found_tails(model), model, has_relus=True, is_joined=False)
+        return tail.rectified
 
     assert route() == rectified.ALWAYS
-    model.fc = layer_of((BY_ROW, "", ""), n=N, bias=True)
+    model.fc = model.wide[1] = layer_of((BY_ROW, "", ""), n=N, bias=True)
     assert route() == f"none;16:0={KERNEL},16=;1:0={KERNEL},17="
 
 
@@ -602,8 +614,32 @@ def test_attributes_that_compilers_cannot_read() -> None:
     """A forward that does not read them is compiled whole."""
     model, x = One().bfloat16(), rows(32).requires_grad_()
     model.owner, model.options = weakref.ref(model.fc), (1, [2])
+    model.memory, model.again = nn.LSTM(2, 2), torch.compile(nn.Linear(2, 2))
     set_tails(model)
     assert calls_of(compiled(model, fullgraph=True), x) == 1
+    model.memory, model.more = None, nn.Identity()
+    assert calls_of(compiled(model, fullgraph=True), x) == 1
+
+
+class All(One):
+    """Calls all of its children."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for child in self.children():
+            x = F.relu(child(x)) if isinstance(child, nn.Linear) else child(x)
+        return x
+
+
+def test_a_forward_that_calls_all_children_is_left_alone() -> None:
+    assert not found_tails(All().bfloat16())
+
+
+@pytest.mark.parametrize("name", ["fc", "norm", "relu"])
+def test_a_child_that_is_compiled_later(name: str) -> None:
+    model, x = block(of_modules), rows(32)
+    expected = twin_of(model)(x)
+    setattr(model, name, torch.compile(model.get_submodule(name), backend="eager"))
+    assert torch.equal(compiled(model, fullgraph=True)(x), expected)
 
 
 class Breaking(nn.Module):
