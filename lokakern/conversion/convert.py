@@ -493,9 +493,12 @@ class Conversion:
     def _form_of(self, module: Routed) -> str:
         """The form of a layer in compiled code."""
         is_wanted = self.has_relus and self._between and not isinstance(self._wanted, Forced)
-        if not is_wanted or self._inference or not isinstance(module, Linear):
+        if not is_wanted or not isinstance(module, Linear):
             return ""
-        form = form_of(module)
+        form = module.joined if isinstance(module, LinearNormAct) else ""
+        form = form or form_of(module)
+        if self._inference and form != DOT:
+            return ""
         is_timed = form and dispatcher.snapshot().is_timed(
             GRADIENT_KERNEL, self._device_for(module.weight)
         )
@@ -577,11 +580,16 @@ class Conversion:
     @property
     def joined(self) -> dict[str, str]:
         """Names of sites with what is behind them whose gradients one op computes, as text."""
-        return self._between_sites("joined")
+        alone = {name: form for name, form in self._forms_at().items() if form not in (DOT, SUMS)}
+        return self._between_sites("joined") | alone
 
     @property
     def forms(self) -> dict[str, str]:
         """Names of sites with a form in compiled code, see `lokakern.nn.compiled_form`."""
+        return {name: form for name, form in self._forms_at().items() if form in (DOT, SUMS)}
+
+    def _forms_at(self) -> dict[str, str]:
+        """The forms of sites by name, those of a `LinearNormAct` with joined gradients, too."""
         return {
             name: form for name, site in self.sites.items()
             for form in (chosen.form for chosen in self._chosen_for(site)) if form
@@ -856,7 +864,7 @@ class Conversion:
                 f"activation behind {', '.join(self.joined)}"
             )
         if dots := [name for name, form in self.forms.items() if form == DOT]:
-            notes.append(f"compiled training: sums over products of elements in {', '.join(dots)}")
+            notes.append(f"compiled code: sums over products of elements in {', '.join(dots)}")
         if SUMS in self.forms.values():
             notes.append(
                 "compiled training: gradients of biases are summed apart where the compiler's "

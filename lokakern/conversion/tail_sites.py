@@ -6,9 +6,10 @@ is left alone, without a reason: most modules have nothing to gain.
 
 from __future__ import annotations
 
-from torch import bfloat16, nn
+from torch import nn
 
 from lokakern.errors import UnsupportedError
+from lokakern.nn.autocast import CAST
 from lokakern.nn.crossed_forward import children_of, crossed_of, graphs_of
 from lokakern.nn.linear import Linear
 from lokakern.nn.tail import FoundTail, tails_in
@@ -21,7 +22,7 @@ def found_tails(module: nn.Module) -> list[FoundTail]:
     """The layers with tails in the forward of a module, in training or in evaluation."""
     children = {id(child) for child in children_of(module)}
     layers = [x for x in children_of(module) if isinstance(x, nn.Linear) and type(x) in _LAYERS]
-    if not any(layer.bias is not None and layer.weight.dtype is bfloat16 for layer in layers):
+    if not any(layer.weight.dtype in CAST for layer in layers):
         return []
     # A user who keeps a forward from compilers does not want another one to be compiled. A mod
     # whose forward was replaced could not be undone before this conversion. And a trace does not

@@ -1,4 +1,4 @@
-"""Forms of a layer in compiled training of which a compiler makes faster code than of `nn.Linear`.
+"""Forms of a layer in compiled code of which a compiler makes faster code than of `nn.Linear`.
 
 `DOT`, of a layer with one output, such as logits: a sum over products of elements. cuBLAS takes
 three launches for such a layer in training, far from the limit of memory: 9.5 us of an H200 for the
@@ -6,10 +6,11 @@ output at 8192 x 128, 9.2 for the gradient of the weight and 4.0 for that of the
 each. A compiler computes the output in the kernel that computes the input, and the gradient of the
 input in the kernel that reads it.
 
-`SUMS`: the gradient of the bias by an op of its own, `lokakern.nn.bias_gradient`, where the kernel
-of the compiler that would compute it does not read along the rows of memory.
+`SUMS`, in training: the gradient of the bias by an op of its own, `lokakern.nn.bias_gradient`,
+where the kernel of the compiler that would compute it does not read along the rows of memory.
 
-Both were timed in training only.
+That of a `LinearNormAct` is a text of `lokakern.nn.joined`, if it has one; where its gradients are
+not computed so, its product is in the form `SUMS`.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, bfloat16, is_grad_enabled
+from torch import Tensor, is_grad_enabled
 from torch.compiler import is_exporting
 from torch.nn import Parameter
 
+from lokakern.nn.autocast import CAST, is_in_bfloat16
 from lokakern.nn.bias_gradient import AddedBias
 from lokakern.nn.norm_gradient import CHUNK, is_fast, takes
 from lokakern.nn.routed_matmul import is_constant, quantizes_at, traced_route
@@ -33,7 +35,7 @@ DOT, SUMS = "dot", "sums"
 
 def form_of(layer: Linear) -> str:
     """The form of a layer, or ""."""
-    if layer.weight.dtype is not bfloat16 or layer.padding != (0, 0) or layer.is_mixing:
+    if layer.weight.dtype not in CAST or layer.padding != (0, 0) or layer.is_mixing:
         return ""
     if layer.out_features == 1 and layer.in_features:
         return DOT
@@ -58,7 +60,7 @@ def form_at(
         weight_dtype: Of the weight.
         device: Type of the device.
     """
-    if not (dtype is weight_dtype is bfloat16) or torch.is_autocast_enabled(device):
+    if not is_in_bfloat16(dtype, weight_dtype, device):
         return ""
     if torch._C._are_functorch_transforms_active() or is_exporting():
         return ""
@@ -86,14 +88,15 @@ def multiply_in_form(layer: Linear, x: Tensor, input_scale: str) -> Tensor | Non
         x: The input.
         input_scale: See `Linear.forward`.
     """
-    weight, bias, form = layer.weight, layer.bias, layer.form
+    weight, bias = layer.weight, layer.bias
+    form = DOT if layer.form == DOT else SUMS
     if type(x) is not Tensor or x.is_meta or x.is_nested or x.dim() < 2:
         return None
     if type(weight) is not Parameter or not x.shape[-1] or x.shape[-1] != weight.shape[1]:
         return None
     if bias is not None and (type(bias) is not Parameter or bias.dtype is not weight.dtype):
         return None
-    if not is_grad_enabled() or (form == SUMS and not (bias is not None and bias.requires_grad)):
+    if form == SUMS and not (is_grad_enabled() and bias is not None and bias.requires_grad):
         return None
     m = x.numel() // x.shape[-1]  # the size of a shape is no symbol in torch.export
     m = m if is_constant(m) else -1
@@ -104,10 +107,15 @@ def multiply_in_form(layer: Linear, x: Tensor, input_scale: str) -> Tensor | Non
     if not form_at(*given):
         return None
     if form == DOT:
-        wide = (x.float() * weight.float()).sum(-1, keepdim=True)
-        return (wide if bias is None else wide + bias.float()).to(x.dtype)
+        wide = (_rounded(x) * _rounded(weight)).sum(-1, keepdim=True)
+        return (wide if bias is None else wide + _rounded(bias)).bfloat16()
     assert bias is not None
     y = layer.forward_with(x, bias.detach(), input_scale)
     rows = y if y.dim() == 2 else y.reshape(-1, y.shape[-1])
     z: Tensor = AddedBias.apply(rows, bias)  # type: ignore[no-untyped-call]
     return z if y.dim() == 2 else z.view(y.shape)
+
+
+def _rounded(x: Tensor) -> Tensor:
+    """X as a product reads it, in float32."""
+    return x.bfloat16().float()

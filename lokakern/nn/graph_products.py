@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from lokakern.functional.checks import is_traced
+from lokakern.nn.autocast import CAST
 from lokakern.nn.linear import Routed, multiply_rows
-from lokakern.nn.token_mixing import CAST
 
 _OPERANDS = {
     "linear": ("input", "weight", "bias"),

@@ -115,13 +115,11 @@ def fuse_quantizers() -> None:
         dd: Any, y: Any, bias: Any, norm_weight: Any, norm_bias: Any, norm: str, activation: str,
         eps: float,
     ) -> Any:  # fmt: skip
-        if norm == "none" and activation == "relu" and bias is not None and _is_generated(ir, dd):
+        if norm == "none" and bias is not None and _is_generated(ir, dd):
             # In the kernel that computes dd, which would otherwise be written and read for this.
-            aten = torch.ops.aten
-            zero = lowerings[aten.full.default]([], 0, dtype=dd.get_dtype(), device=dd.get_device())
-            dy = lowerings[aten.where.self](lowerings[aten.le.Scalar](y, 0), zero, dd)
+            dy = _through(lowerings, dd, y, activation)
             dy.realize()  # else the sum computes dd once more, from all that it is made of
-            return dy, lowerings[aten.unsqueeze.default](summed(dy, bias), 0)
+            return dy, lowerings[torch.ops.aten.unsqueeze.default](summed(dy, bias), 0)
         return call_gradient(dd, y, bias, norm_weight, norm_bias, norm, activation, eps)
 
     register_lowering(ops.norm_gradient.default, type_promotion_kind=None)(gradient)
@@ -148,6 +146,26 @@ def fuse_quantizers() -> None:
         return ir.TensorBox.create(made)
 
     register_lowering(rectify.default, type_promotion_kind=None)(rectified)
+
+
+def _through(lowerings: dict[Any, Callable[..., Any]], dd: Any, y: Any, activation: str) -> Any:
+    """The gradient of an activation: ``dd * slope(y)``, see `lokakern.gradients.slope`."""
+    aten = torch.ops.aten
+    add, mul = lowerings[aten.add.Tensor], lowerings[aten.mul.Tensor]
+    where, cast = (
+        lowerings[x] for x in (aten.where.self, torch.ops.prims.convert_element_type.default)
+    )
+    zero = lowerings[aten.full.default]([], 0, dtype=dd.get_dtype(), device=dd.get_device())
+    if activation == "relu":
+        return where(lowerings[aten.le.Scalar](y, 0), zero, dd)
+    wide, g = cast(y, torch.float32), cast(dd, torch.float32)
+    if activation == "silu":
+        s = lowerings[aten.sigmoid.default](wide)
+        rest = lowerings[aten.sub.Tensor](s, mul(s, s))
+        return cast(mul(g, add(s, mul(wide, rest))), dd.get_dtype())
+    rising = cast(mul(g, add(mul(wide, 1 / 3), 0.5)), dd.get_dtype())
+    found = where(lowerings[aten.ge.Scalar](y, 3), dd, rising)
+    return where(lowerings[aten.le.Scalar](y, -3), zero, found)
 
 
 def _call_directly(ir: Any, graph: Any, op: Any, name: str) -> None:

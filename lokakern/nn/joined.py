@@ -2,8 +2,8 @@
 
 The forward pass is that of the modules, which a compiler fuses with what reads its output, such as
 a quantizer. In the backward pass the gradients of the layer's output, of its bias and of the norm's
-vectors come from `lokakern.nn.norm_gradient` instead of several kernels of the compiler, and the
-layer does not compute that of the bias.
+vectors, as far as there are any, come from `lokakern.nn.norm_gradient` instead of several kernels
+of the compiler, and the layer does not compute that of the bias.
 """
 
 from __future__ import annotations
@@ -12,68 +12,91 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, bfloat16, is_grad_enabled, nn
+from torch import Tensor, bfloat16, float32, is_grad_enabled, nn
 from torch.compiler import is_compiling, is_exporting
 from torch.nn import Parameter
-from torch.nn.functional import hardswish, layer_norm, relu, silu
+from torch.nn.functional import hardswish, layer_norm, relu, rms_norm, silu
 
+from lokakern.nn.autocast import CAST, is_in_bfloat16
+from lokakern.nn.block_rms_norm import BlockRMSNorm, block_rms_norm
 from lokakern.nn.chain_call import has_own_call, is_usual
-from lokakern.nn.linear import Linear, fuse_quantizers
+from lokakern.nn.linear import ALTERED, Linear, fuse_quantizers
 from lokakern.nn.norm_gradient import is_fast, takes
 from lokakern.nn.rectified import are_calls_plain, has_backward_hooks
 from lokakern.nn.routed_matmul import OPS
 
-# Training steps of three layers with LayerNorm and relu take an H200 0.71 to 0.99 times as long
-# with it at 128 to 2048 columns and 512 to 32768 rows, and at 4096 columns 0.98 to 1.08.
+# Columns that share statistics. Training steps of three layers with LayerNorm and relu take an H200
+# 0.71 to 0.99 times as long with it at 128 to 2048 columns and 512 to 32768 rows, and at 4096
+# columns 0.98 to 1.08.
 LONGEST_ROW = 2048
+LONGEST_OF_BLOCKS = 8192  # columns of a row whose blocks have statistics of their own; not timed
+BLOCKS = (8, 16, 32, 64, 128, 256)  # columns of such a block that the kernel takes
+NORMS = (nn.LayerNorm, nn.RMSNorm, BlockRMSNorm)
 ACTIVATIONS: dict[type[nn.Module], str] = {
     nn.ReLU: "relu",
     nn.Hardswish: "hardswish",
     nn.SiLU: "silu",
 }
 _APPLY = {"none": None, "relu": relu, "hardswish": hardswish, "silu": silu}
+_BLOCK_NORM = "block_rms("
+_SUMMED = (bfloat16, float32)  # dtypes of vectors for which kernels add up sums
 
 
 def joined_between(sequence: nn.Sequential) -> tuple[str, ...]:
     """For each layer the norm and the activation behind it, such as "layer relu", or "".
 
-    A norm may have no activation behind it. Without a norm it is a relu, whose gradient is known
-    from its output.
+    Either may be missing, and is "none" then; see `joined_at`.
     """
     modules = list(sequence)
     found = [""] * len(modules)
     for place, layer in enumerate(modules):
-        behind = modules[place + 1 : place + 3]
-        norm = behind.pop(0) if behind and type(behind[0]) is nn.LayerNorm else None
-        activation = ACTIVATIONS.get(type(behind[0]), "none") if behind else "none"
-        found[place] = joined_at(layer, norm, activation)
+        if type(layer) is Linear:
+            behind = modules[place + 1 : place + 3]
+            norm = behind.pop(0) if behind and type(behind[0]) in NORMS else None
+            activation = ACTIVATIONS.get(type(behind[0]), "none") if behind else "none"
+            found[place] = joined_at(layer, norm, activation)
     return tuple(found)
 
 
 def joined_at(layer: nn.Module, norm: nn.Module | None, activation: str) -> str:
     """The text of `joined_between` for a layer, or "".
 
+    Without a norm there has to be a bias, else nothing is summed, and an activation.
+
     Args:
         layer: A module.
         norm: The norm behind it, if any.
         activation: A name of `ACTIVATIONS`, or "none".
     """
-    if type(layer) is not Linear or not _is_usual(layer):
+    if not isinstance(layer, Linear):
+        return ""
+    is_whole = layer.padding == (0, 0) and not layer.is_mixing and not layer.is_held
+    columns = layer.out_features
+    if not is_whole or layer.weight.dtype not in CAST or not takes(columns):
         return ""
     if norm is None:
-        return "none relu" if activation == "relu" else ""
-    return f"layer {activation}" if _is_over(norm, layer) else ""
+        return f"none {activation}" if layer.bias is not None and activation != "none" else ""
+    kind, of_norm, _ = _norm_of(norm)
+    is_of_blocks = type(norm) is BlockRMSNorm and norm.block != columns
+    if is_of_blocks and norm.block not in BLOCKS:
+        return ""
+    longest = LONGEST_OF_BLOCKS if is_of_blocks else LONGEST_ROW
+    return f"{kind} {activation}" if kind and columns == of_norm <= longest else ""
 
 
-def _is_usual(layer: Linear) -> bool:
-    is_whole = layer.padding == (0, 0) and not layer.is_mixing and not layer.is_held
-    is_biased = layer.bias is not None and layer.weight.dtype is bfloat16
-    return is_whole and is_biased and takes(layer.out_features)
+def _norm_of(norm: nn.Module) -> tuple[str, int, float]:
+    """The name of a norm of rows, as of `lokakern.norm`, its columns and eps.
 
-
-def _is_over(norm: Any, layer: Linear) -> bool:
-    is_row = norm.normalized_shape == (layer.out_features,) and layer.out_features <= LONGEST_ROW
-    return is_row and norm.weight is not None and norm.bias is not None
+    The name is "" of other modules.
+    """
+    if type(norm) is BlockRMSNorm:
+        return norm.norm_name, norm.columns, norm.eps
+    if type(norm) is nn.LayerNorm and len(norm.normalized_shape) == 1:
+        return "layer", norm.normalized_shape[0], norm.eps
+    if type(norm) is nn.RMSNorm and len(norm.normalized_shape) == 1:
+        # torch computes in float32, and takes its eps; a number of this file would be a symbol.
+        return "rms", norm.normalized_shape[0], 2.0**-23 if norm.eps is None else norm.eps
+    return "", 0, 0.0
 
 
 def count_joined(text: str) -> int:
@@ -98,38 +121,74 @@ def multiply_joined(
     layer, *behind = modules
     kind, activation = text.split()
     norm = behind[0] if kind != "none" else None
-    if type(layer) is not Linear or not is_usual(x) or not is_grad_enabled() or not is_compiling():
+    if type(layer) is not Linear or has_own_call(layer) or has_backward_hooks(layer):
         return None
-    vectors = [layer.bias]
+    if activation != "none" and len(modules) == count_joined(text):
+        last = behind[-1]
+        if ACTIVATIONS.get(type(last)) != activation:
+            return None
+        if has_own_call(last) or has_backward_hooks(last):
+            return None
+    return multiply_with_norm(layer, norm, x, text, input_scale)
+
+
+def multiply_with_norm(
+    layer: Linear, norm: nn.Module | None, x: Any, text: str, input_scale: str = "",
+    residual: Any = None,
+) -> Tensor | None:  # fmt: skip
+    """`multiply_joined` with an activation that is no module.
+
+    Args:
+        layer: A layer whose calls have no hooks.
+        norm: The norm behind it, if there is one.
+        x: As of `multiply_joined`.
+        text: As of `multiply_joined`.
+        input_scale: As of `multiply_joined`.
+        residual: Of the shape of the output, and added before the norm; or None.
+    """
+    kind, activation = text.split()
+    if not is_usual(x) or not is_grad_enabled() or (norm is None) != (kind == "none"):
+        return None
+    if not is_compiling():  # Dynamo runs its callers as they are where a module breaks the graph
+        return None
+    if layer._plan.startswith(ALTERED):  # by a mod, since
+        return None
+    bias: Any = layer.bias
+    vectors, eps = [bias, None, None], 0.0
     if norm is not None:
-        if type(norm) is not nn.LayerNorm or norm.normalized_shape != (layer.out_features,):
+        found, columns, eps = _norm_of(norm)
+        if found != kind or columns != layer.out_features:
             return None
-        vectors += [norm.weight, norm.bias]
-    is_module = len(modules) == count_joined(text) and activation != "none"
-    if is_module and ACTIVATIONS.get(type(behind[-1])) != activation:
+        if has_own_call(norm) or has_backward_hooks(norm):
+            return None
+        if isinstance(norm, nn.LayerNorm | nn.RMSNorm):
+            vectors[1] = norm.weight
+        if isinstance(norm, nn.LayerNorm):
+            vectors[2] = norm.bias
+    elif bias is None:
         return None
-    for place, vector in enumerate(vectors):
-        if type(vector) is not Parameter or vector.dtype is not bfloat16:
+    given = [vector for vector in vectors if vector is not None]
+    for place, vector in enumerate(given):
+        if type(vector) is not Parameter or not vector.requires_grad:
             return None
-        if not vector.requires_grad:
+        if vector.dtype not in _SUMMED or vector.dtype is not given[0].dtype:
             return None
         # Dynamo breaks the graph at a function of autograd that is given one tensor twice.
-        if any(vector is other for other in vectors[:place]):
-            return None
-    for module in modules:
-        if has_own_call(module) or has_backward_hooks(module):
+        if any(vector is other for other in given[:place]):
             return None
     if type(layer.weight) is not Parameter or x.shape[-1] != layer.in_features or x.dim() < 2:
         return None
     if not joined_way(layer.out_features, x.dtype, layer.weight.dtype, x.device.type):
         return None
-    bias = layer.bias
-    assert bias is not None
-    y = layer.forward_with(x, bias.detach(), input_scale)
+    shape = (*x.shape[:-1], layer.out_features)
+    if residual is not None and not (
+        is_usual(residual) and residual.dtype is bfloat16 and residual.shape == shape
+    ):
+        return None
+    y = layer.forward_with(x, None if bias is None else bias.detach(), input_scale)
+    y = y if residual is None else y + residual
     rows = y if y.dim() == 2 else y.reshape(-1, y.shape[-1])
-    eps = norm.eps if norm is not None else 0.0
-    given = (*vectors, None, None)[:3]
-    z: Tensor = JoinedGradients.apply(rows, *given, kind, activation, eps)  # type: ignore[no-untyped-call]
+    z: Tensor = JoinedGradients.apply(rows, *vectors, kind, activation, eps)  # type: ignore[no-untyped-call]
     return z if y.dim() == 2 else z.view(y.shape)
 
 
@@ -139,7 +198,7 @@ def joined_way(columns: int, dtype: torch.dtype, weight_dtype: torch.dtype, devi
     It reads the state of autocast and global hooks, which Dynamo guards.
     """
     fuse_quantizers()
-    if not (dtype is weight_dtype is bfloat16) or torch.is_autocast_enabled(device):
+    if not is_in_bfloat16(dtype, weight_dtype, device):
         return ""
     if torch._C._are_functorch_transforms_active() or not are_calls_plain() or is_exporting():
         return ""
@@ -151,22 +210,32 @@ class JoinedGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, y: Tensor, bias: Tensor, weight: Tensor | None, shift: Tensor | None, kind: str,
-        activation: str, eps: float,
+        ctx: Any, y: Tensor, bias: Tensor | None, weight: Tensor | None, shift: Tensor | None,
+        kind: str, activation: str, eps: float,
     ) -> Tensor:  # fmt: skip
         ctx.kind, ctx.activation, ctx.eps = kind, activation, eps
-        z = y if kind == "none" else layer_norm(y, (y.shape[1],), weight, shift, eps)
+        z, columns = y, (y.shape[1],)
+        if kind == "layer":
+            z = layer_norm(y, columns, weight, shift, eps)
+        elif kind == "rms":
+            z = rms_norm(y, columns, weight, eps)
+        elif kind != "none":
+            z = block_rms_norm(y, int(kind[len(_BLOCK_NORM) : -1]), eps)
         last = _APPLY[activation]
         z = z if last is None else last(z)
         # Of a relu alone the output, which the next layer keeps, too; a copy, which Inductor
         # removes: Dynamo does not notice that a module writes to it later.
-        ctx.save_for_backward(z.clone() if kind == "none" else y, bias, weight, shift)
+        is_relu_alone = kind == "none" and activation == "relu"
+        ctx.save_for_backward(z.clone() if is_relu_alone else y, bias, weight, shift)
         return z
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         y, bias, weight, shift = ctx.saved_tensors
         given = (y, bias, weight, shift, ctx.kind, ctx.activation, ctx.eps)
-        dy, sums = OPS.norm_gradient(gradients[0], *given)
-        of_norm = (None, None) if weight is None else (sums[1], sums[2])
-        return dy, sums[0], *of_norm, None, None, None
+        # Autocast normalizes in float32; what reads the output in bfloat16 made the gradient.
+        dy, sums = OPS.norm_gradient(gradients[0].bfloat16(), *given)
+        of_bias = None if bias is None else sums[0]
+        of_weight = None if weight is None else sums[int(bias is not None)]
+        of_shift = None if shift is None else sums[-1]
+        return dy, of_bias, of_weight, of_shift, None, None, None

@@ -17,6 +17,7 @@ from lokakern import sampled_check
 from lokakern.errors import UnsupportedError
 from lokakern.functional.checks import is_traced, warn_once
 from lokakern.native import NATIVE
+from lokakern.nn.autocast import HALF, is_in_bfloat16
 from lokakern.nn.compiled_form import form_at, multiply_in_form
 from lokakern.nn.routed_matmul import (
     EAGER,
@@ -38,7 +39,7 @@ from lokakern.nn.routed_matmul import (
     segments_of,
     traced_route,
 )
-from lokakern.nn.token_mixing import CAST, HALF, KINDS, mix_tokens, mixes, with_aligned_layout
+from lokakern.nn.token_mixing import KINDS, mix_tokens, mixes, with_aligned_layout
 from lokakern.quantized_tensor import pitch_of
 
 PLAIN_ROUTES = (PLAIN, PLAIN, PLAIN)
@@ -77,14 +78,6 @@ def _is_sharded(weight: Tensor) -> bool:
 
 def _wants_gradients(*operands: Tensor | None) -> bool:
     return is_grad_enabled() and any(x is not None and x.requires_grad for x in operands)
-
-
-def _fits(x: torch.dtype, weight: torch.dtype, device: str) -> bool:
-    """Whether operands of these dtypes are multiplied in bfloat16, which kernels need."""
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        return dtype is torch.bfloat16 and x in CAST and weight in CAST
-    return x is weight is torch.bfloat16
 
 
 def warn_unfit(x: Tensor, weight: Tensor) -> None:
@@ -187,7 +180,7 @@ class Routed(nn.Module):
             return linear(x, weight, bias)
         if _is_sharded(weight):
             return self._of_shards(x, weight, bias, input_scale)
-        fits = _fits(x.dtype, weight.dtype, x.device.type)
+        fits = is_in_bfloat16(x.dtype, weight.dtype, x.device.type)
         if self.is_offloaded and (not fits or _wants_gradients(x, weight, bias)):
             raise UnsupportedError(_OF_OFFLOADED)
         if not fits:  # kernels were measured on bfloat16 only
@@ -499,7 +492,7 @@ def _activated_way(
     """Kernel, columns and route of `traced_activated`, or "": as of `_way`, a constant."""
     if not plan.startswith("frozen") or dtype is not torch.bfloat16:
         return ""
-    if torch.is_grad_enabled() or not _fits(dtype, dtype, device):
+    if torch.is_grad_enabled() or not is_in_bfloat16(dtype, dtype, device):
         return ""
     _, columns, route, *_ = plan.split(_BETWEEN)
     route = traced_route(route)
@@ -526,7 +519,7 @@ def _way(
         plan = _BETWEEN.join((flags, columns, *routes))
     if torch._C._are_functorch_transforms_active():
         return ""
-    fits = _fits(dtype, weight_dtype, device)
+    fits = is_in_bfloat16(dtype, weight_dtype, device)
     if OFFLOADED in flags:
         return f"{'offloaded' if fits else 'refused'}{_BETWEEN}{plan}"
     is_training = is_grad_enabled()
@@ -669,7 +662,7 @@ class Linear(nn.Linear, Routed):
             return _traced_product(self, plan, input, None, self.bias, input_scale)
         return self.product(input, self.weight, self.bias, input_scale)
 
-    def forward_with(self, input: Tensor, bias: Tensor, input_scale: str = "") -> Tensor:
+    def forward_with(self, input: Tensor, bias: Tensor | None, input_scale: str = "") -> Tensor:
         """`forward` with another bias, for compilers; not with padding or across tokens."""
         if not self._plan:
             return linear(input, self.weight, bias)

@@ -25,7 +25,9 @@ from lokakern.nn.chain_call import (
     words_of_plan,
 )
 from lokakern.nn.chain_plan import read_plan
+from lokakern.nn.joined import joined_at, joined_way, multiply_with_norm
 from lokakern.nn.linear import OWN_CHAIN, Linear
+from lokakern.nn.routed_matmul import prepare_to_be_compiled
 from lokakern.norm import Norm, norm_named
 from lokakern.types import Granularity
 
@@ -104,6 +106,25 @@ class LinearNormAct(Linear):
         if plan:
             prepare_chains()
 
+    @property
+    def joined(self) -> str:
+        """Its norm and activation if one op is to compute their gradients, see `joined_at`."""
+        return joined_at(self, self._norm, self.activation)
+
+    @property
+    def _norm(self) -> nn.Module | None:
+        return None if type(self.norm) is nn.Identity else self.norm
+
+    def take_form(self, form: str) -> None:
+        """See `Linear`; also a text of `joined`."""
+        super().take_form(form)
+        if form:
+            prepare_to_be_compiled(joined_way)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.take_form(self.form)
+
     def forward(
         self, input: Tensor, input_scale: str = "", residual: Tensor | None = None
     ) -> Tensor:
@@ -123,6 +144,10 @@ class LinearNormAct(Linear):
                 y = call_parts(input, chain, layers, parts, keeper=keeper)
                 if y is not None:
                     return y
+        if is_compiling() and self.form.endswith(f" {self.activation}"):
+            y = multiply_with_norm(self, self._norm, input, self.form, input_scale, residual)
+            if y is not None:
+                return y
         y = super().forward(input, input_scale)
         z = self.norm(y if residual is None else y + residual)
         return z if self.activation == "none" else _FUNCTIONS[self.activation](z)

@@ -16,7 +16,8 @@ from torch.nn import functional
 
 from lokakern.errors import UnsupportedError
 from lokakern.functional.checks import warn_once
-from lokakern.nn.linear import Routed, _fits, _is_sharded, _is_without_data, _way, warn_unfit
+from lokakern.nn.autocast import is_in_bfloat16
+from lokakern.nn.linear import Routed, _is_sharded, _is_without_data, _way, warn_unfit
 from lokakern.nn.raw_pattern import ADDMM, LEFT, LINEAR, MM, Matrix, reads_turned, roles_of
 from lokakern.nn.routed_matmul import is_known
 
@@ -132,7 +133,7 @@ class RawProduct(Routed):
                 "conversion is refreshed (handle.refresh())"
             )
             return False
-        if not _fits(x.dtype, weight.dtype, x.device.type):
+        if not is_in_bfloat16(x.dtype, weight.dtype, x.device.type):
             if not is_compiling():
                 warn_unfit(x, weight)
             return False

@@ -17,12 +17,12 @@ from torch.compiler import is_compiling, is_exporting
 from torch.nn import Parameter, ReLU  # not by torch.nn: see `lokakern.nn.routed_matmul`
 
 from lokakern.functional.checks import is_traced
+from lokakern.nn.autocast import CAST, is_in_bfloat16
 from lokakern.nn.chain_call import has_global_hooks, has_own_call, is_usual, rows_in, static_rows
 from lokakern.nn.linear import (
     ALTERED,
     OFFLOADED,
     Linear,
-    _fits,
     _wants_gradients,
     fuse_quantizers,
 )
@@ -78,7 +78,7 @@ def _is_usual(layer: Linear) -> bool:
         return False
     is_aligned = layer.in_features % COLUMNS == layer.out_features % COLUMNS == 0
     is_whole = layer.padding == (0, 0) and not layer.is_mixing and not layer.is_held
-    return is_aligned and is_whole and layer.bias is not None and layer.weight.dtype is bfloat16
+    return is_aligned and is_whole and layer.bias is not None and layer.weight.dtype in CAST
 
 
 def route_between(*routes: str) -> str:
@@ -105,8 +105,9 @@ def multiply_rectified(
 ) -> Tensor | None:
     """``relu(layer(x))`` in one launch, or None where both have to run.
 
-    That is where the route has no kernel at this m, with hooks, dtypes other than bfloat16 and
-    unusual tensors, and in eager mode with gradients.
+    That is where the route has no kernel at this m, with hooks, dtypes other than bfloat16 and,
+    in compiled code, than those that autocast casts to it, with unusual tensors, and in eager mode
+    with gradients.
 
     Args:
         layer: A layer.
@@ -129,6 +130,8 @@ def multiply_rectified(
         m = rows_in(x)
         if m < 0 or is_traced() or x.is_meta or x.layout is not strided:
             return None
+        if not x.dtype is weight.dtype is bfloat16:  # a cast weight is one more launch
+            return None
         if not {type(weight), type(bias)} <= {Parameter, Tensor}:
             return None
     if x.dim() < 2 or x.shape[-1] != layer.in_features:
@@ -140,12 +143,16 @@ def multiply_rectified(
     if not found:
         return None
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    if is_compiling():
+        rows = rows.bfloat16()
     if is_grad_enabled() and _wants_gradients(x, weight, bias):
         if not is_compiling() or has_backward_hooks(layer):
             return None
         if relu is not None and has_backward_hooks(relu):
             return None
         y: Tensor = RectifiedLinear.apply(rows, weight, bias, *found.split("\0"))  # type: ignore[no-untyped-call]
+    elif is_compiling():
+        y = _addmm_activation(bias.bfloat16(), rows, weight.bfloat16().t())
     else:
         y = _addmm_activation(bias, rows, weight.t())
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
@@ -160,7 +167,7 @@ def rectifying_way(
     dynamic.
     """
     is_at = quantizes_at((route,), m) if m >= 0 else _is_at_any(route)
-    if not is_at or not (dtype is weight_dtype is bfloat16 and _fits(dtype, weight_dtype, device)):
+    if not is_at or not is_in_bfloat16(dtype, weight_dtype, device):
         return ""
     if torch._C._are_functorch_transforms_active() or not are_calls_plain():
         return ""
@@ -199,8 +206,8 @@ def are_calls_plain() -> bool:
         return False
     methods = (
         *((kind.forward, of.activation) for kind in (nn.ReLU, nn.Hardswish, nn.SiLU)),
-        (nn.LayerNorm.forward, of.normalization), (nn.ReLU.__call__, of.module),
-        (nn.Module._call_impl, of.module),
+        *((kind.forward, of.normalization) for kind in (nn.LayerNorm, nn.RMSNorm)),
+        (nn.ReLU.__call__, of.module), (nn.Module._call_impl, of.module),
     )  # fmt: skip
     return all(getattr(method, "__globals__", None) is vars(file) for method, file in methods)
 
@@ -214,9 +221,11 @@ class RectifiedLinear(RoutedLinear):
     ) -> Tensor:
         ctx.to_input, ctx.to_weight, ctx.dtype = to_input, to_weight, weight.dtype
         ctx.is_joined = how == JOINED
-        y = _addmm_activation(bias, x, weight.t())
+        rounded = weight.to(x.dtype)
+        y = _addmm_activation(bias.to(x.dtype), x, rounded.t())
+        kept = rounded if to_input == PLAIN else weight
         # A copy, which Inductor removes: Dynamo does not notice that a module writes to y later.
-        ctx.save_for_backward(x, weight, y.clone(), bias)
+        ctx.save_for_backward(x, kept, y.clone(), bias)
         return y
 
     @staticmethod
@@ -229,4 +238,6 @@ class RectifiedLinear(RoutedLinear):
             to_x, to_weight, _ = routed_gradients(ctx, grad, x, weight, None, None, sums_bias=False)
             return to_x, to_weight, sums[0], None, None, None
         grad = torch.ops.aten.threshold_backward(gradients[0], y, 0)
-        return *routed_gradients(ctx, grad, x, weight, None, None), None, None, None
+        to_x, to_weight, to_bias = routed_gradients(ctx, grad, x, weight, None, None)
+        to_bias = None if to_bias is None else to_bias.to(bias.dtype)
+        return to_x, to_weight, to_bias, None, None, None

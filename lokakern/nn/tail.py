@@ -17,7 +17,7 @@ from torch.compiler import is_compiling
 from torch.nn.functional import hardswish, relu, silu
 
 from lokakern.nn.chain_call import has_own_call
-from lokakern.nn.joined import ACTIVATIONS, count_joined, joined_at, multiply_joined
+from lokakern.nn.joined import ACTIVATIONS, NORMS, count_joined, joined_at, multiply_joined
 from lokakern.nn.linear import Linear
 from lokakern.nn.rectified import has_backward_hooks, multiply_rectified, rectified_at
 from lokakern.nn.static_handoff import BoundedSequential
@@ -172,13 +172,13 @@ def _behind(layer: fx.Node, parent: nn.Module) -> tuple[fx.Node, ...]:
     if reader is None:
         return ()
     kind = _called(reader, parent)
-    if kind is nn.LayerNorm:
+    if kind in NORMS:
         last = _reader(reader)
         return (reader,) if last is None or not _activation(last, parent) else (reader, last)
     if kind in _SEQUENCES:
         norm, activation = _first(parent.get_submodule(str(reader.target)))
-        return () if norm is None and activation != "relu" else (reader,)
-    return (reader,) if _activation(reader, parent) == "relu" else ()
+        return () if norm is None and activation == "none" else (reader,)
+    return (reader,) if _activation(reader, parent) else ()
 
 
 def _reader(node: fx.Node) -> fx.Node | None:
@@ -225,7 +225,7 @@ def _parts(tail: FoundTail, parent: nn.Module) -> tuple[nn.Module | None, str]:
     kind = _called(first, parent)
     if kind in _SEQUENCES:
         return _first(parent.get_submodule(str(first.target)))
-    if kind is nn.LayerNorm:
+    if kind in NORMS:
         norm = parent.get_submodule(str(first.target))
         return norm, _activation(others[0], parent) if others else "none"
     return None, _activation(first, parent)
@@ -234,7 +234,7 @@ def _parts(tail: FoundTail, parent: nn.Module) -> tuple[nn.Module | None, str]:
 def _first(sequence: nn.Module) -> tuple[nn.Module | None, str]:
     """The norm that a sequence begins with, if it does, and the activation, or "none"."""
     modules = list(sequence.children())
-    norm = modules.pop(0) if modules and type(modules[0]) is nn.LayerNorm else None
+    norm = modules.pop(0) if modules and type(modules[0]) in NORMS else None
     return norm, ACTIVATIONS.get(type(modules[0]), "none") if modules else "none"
 
 

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from lokakern.errors import UnsupportedError
 from lokakern.functional.checks import is_traced
+from lokakern.nn.autocast import CAST, HALF
 
 _LIBRARY = torch.library.Library("lokakern", "FRAGMENT")
-HALF = frozenset((torch.bfloat16, torch.float16))
-CAST = HALF | {torch.float32}  # dtypes that autocast casts
 KINDS = (Tensor, nn.Parameter)  # subclasses may be sharded or quantized
 _MOST = 2**31  # the kernel has 32-bit indices
 

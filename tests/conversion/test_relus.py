@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
@@ -210,11 +211,11 @@ def test_gradients_behind_layers_are_joined_in_training_where_their_kernel_was_t
     handle = convert(model, 0.06)
     assert handle.joined == {"0": "layer relu", "3": "none relu"}
     assert handle.forms == {"0": SUMS, "3": SUMS, "5": DOT}
-    for options in ({"inference": True}, {"between": False}):
+    for options, forms in (({"inference": True}, {"5": DOT}), ({"between": False}, {})):
         other = convert(normed(), 0.06, **options)
-        assert not other.joined and not other.forms
+        assert not other.joined and other.forms == forms
     assert not convert(normed(), kernels="row").forms
-    assert not convert(normed().float(), 0.06).forms
+    assert convert(normed().float(), 0.06).forms == handle.forms  # for autocast
     handle.use_routes({}, has_relus=False)  # as tuning decides
     assert not handle.joined and not handle.rectified and not handle.forms
     assert not any(module.form for module in model if isinstance(module, Linear))
@@ -223,11 +224,37 @@ def test_gradients_behind_layers_are_joined_in_training_where_their_kernel_was_t
     assert model[5].form == DOT
     handle.table()
     told = " ".join(capsys.readouterr().out.split())
-    assert "compiled training: sums over products of elements in 5" in told
+    assert "compiled code: sums over products of elements in 5" in told
     assert "compiled training: gradients of biases are summed apart" in told
     handle.undo()
     assert type(model) is nn.Sequential
     assert [type(model[place]) for place in (0, 3, 5)] == 3 * [nn.Linear]
+
+
+def test_gradients_of_modified_models_and_of_layers_with_their_own_norm_are_joined(
+    known: Book,
+) -> None:
+    with_gradients(known)
+    model = nn.Sequential(
+        nn.Linear(32, K), nn.LayerNorm(K), nn.SiLU(), nn.Linear(K, N), nn.SiLU(),
+        nn.Linear(N, 40), nn.RMSNorm(40),
+    ).bfloat16()  # fmt: skip
+    made = lokakern.mods.apply(model, [lokakern.mods.BlockNorm(8), lokakern.mods.HardSwish()])
+    assert made.changed
+    blocks = {"0": "block_rms(8) hardswish", "5": "block_rms(8) none"}
+    assert convert(model, 0.06).joined == {**blocks, "3": "none hardswish"}
+    lokakern.mods.apply(model, [lokakern.mods.NoBias(keep=())])
+    assert convert(model, 0.06).joined == blocks
+    alone = nn.ModuleDict({"a": lokakern.LinearNormAct(32, K), "b": lokakern.Linear(K, 1)})
+    handle = convert(alone.bfloat16(), 0.06)
+    assert handle.joined == {"a": "layer relu"} and handle.forms == {"b": DOT}
+    for options in ({"inference": True}, {"between": False}):
+        assert not convert(copy.deepcopy(alone), 0.06, **options).joined
+    handle.use_routes({}, has_relus=False)
+    assert not handle.joined and not alone["a"].form
+    handle.use_routes({}, has_relus=True)
+    handle.undo()
+    assert not alone["a"].form
 
 
 def test_tuning_decides_about_forms_of_layers(known: Book) -> None:

@@ -71,7 +71,8 @@ def test_the_form_of_a_layer() -> None:
     assert form(K, N, **half) == SUMS
     assert not form(K, N, bias=False, **half)
     assert not form(K, N + 1, **half)  # the kernel reads 16 bytes at a time
-    assert not form(K, 1) and not form(K, N) and not form(0, 1, **half)
+    assert form(K, 1) == DOT and form(K, N) == SUMS  # for autocast
+    assert not form(0, 1, **half) and not form(K, N, dtype=torch.float64)
     for name, value in {"padding": (1, 0), "is_mixing": True}.items():
         layer = Linear(K, 1, **half)
         setattr(layer, name, value)
@@ -96,11 +97,37 @@ def test_a_layer_with_one_output_is_as_exact_as_its_product(
         assert error <= 1.2 * rounding + 2e-3
 
 
+@pytest.mark.parametrize("n", [1, N])
+def test_forms_under_autocast_are_those_of_bfloat16(n: int) -> None:
+    """With float32 parameters, whose gradients are not rounded to bfloat16."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(K, K), nn.LayerNorm(K), in_form(Linear(K, n)))
+    plain, x = plain_of(model), rows(48).float()
+    exact = results(copy.deepcopy(plain).double(), x.double())
+    assert type(model[2]) is Linear and model[2].form
+    with torch.autocast("cpu", torch.bfloat16):
+        mine = results(compiled(model, fullgraph=True), x)
+        torch._dynamo.reset()
+        theirs = results(compiled(plain, fullgraph=True), x)
+    for one, other, right in zip(mine, theirs, exact, strict=True):
+        assert one.dtype is other.dtype and one.shape == other.shape
+        size = right.norm() + 1e-30
+        error, rounding = ((y.double() - right).norm() / size for y in (one, other))
+        assert error <= 1.2 * rounding + 2e-3
+    with torch.autocast("cpu", torch.bfloat16):
+        torch._dynamo.reset()
+        assert calls_of(compiled(model), x.requires_grad_()) == (n > 1)
+
+
 def test_no_product_of_a_layer_with_one_output_is_left_to_a_library() -> None:
     model, x = nn.Sequential(nn.ReLU(), linear(K, 1)), rows(48).requires_grad_()
     with torch._inductor.config.patch(force_disable_caches=True):
         _, codes = run_and_get_code(lambda: step(torch.compile(model, fullgraph=True), x))
         assert len(codes) == 2 and not any("mm(" in code for code in codes)
+        with torch.no_grad():
+            torch._dynamo.reset()
+            _, codes = run_and_get_code(torch.compile(model, fullgraph=True), x)
+            assert len(codes) == 1 and "mm(" not in codes[0]
         torch._dynamo.reset()
         _, codes = run_and_get_code(lambda: step(torch.compile(plain_of(model)), x))
         assert all("mm(" in code for code in codes)
@@ -155,10 +182,10 @@ def test_forms_are_not_for_eager_mode_and_functions() -> None:
     for layer in (linear(), linear(K, 1)):
         plain = plain_of(layer)
         assert torch.equal(layer(x), plain(x)) and calls_of(layer, x) == 0
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast("cpu", dtype=torch.float16):
             assert calls_of(compiled(layer), x) == 0
         with torch.no_grad():
-            assert torch.equal(compiled(layer)(x), compiled(plain)(x))
+            assert layer.form == DOT or torch.equal(compiled(layer)(x), compiled(plain)(x))
         exported = torch.export.export(layer, (x,)).module()
         assert torch.equal(exported(x), plain(x)) and calls_of(exported, x) == 0
         torch._dynamo.reset()
@@ -172,7 +199,7 @@ TO_INPUT = "\0".join(("", "", "", BY_ROW, ""))  # a plan whose gradient of the i
 
 @pytest.mark.parametrize(
     ("form", "columns", "changes", "found"),
-    [
+    [  # without autocast
         (DOT, 1, {}, DOT),
         (DOT, 2, {}, ""),
         (DOT, 1, {0: TO_INPUT}, ""),
@@ -193,6 +220,9 @@ def test_where_a_form_is_used(form: str, columns: int, changes: dict[int, Any], 
     given = form, plan, m, columns, dtype, weight, device
     assert form_at(*given) == found
     with torch.autocast("cpu", dtype=torch.bfloat16):
+        is_cast = {dtype, weight} != {torch.bfloat16}
+        assert form_at(*given) == (form if is_cast else found)
+    with torch.autocast("cpu", dtype=torch.float16):
         assert not form_at(*given)
 
 

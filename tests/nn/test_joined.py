@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import pickle
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -11,11 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
+from lokakern import mods
 from lokakern.nn import joined, norm_gradient, rectified
+from lokakern.nn.block_rms_norm import BlockRMSNorm
 from lokakern.nn.joined import count_joined, joined_between
 from lokakern.nn.linear import Linear
+from lokakern.nn.linear_norm_act import LinearNormAct
 from lokakern.nn.rectified import rectified_between
 from lokakern.nn.static_handoff import BoundedSequential, set_handoff
+from lokakern.norm import norm_named, normalize
 from lokakern.sums import column_sums
 from tests.support import compiled_steps
 from tests.support.compiled_steps import compiled, step
@@ -36,9 +41,9 @@ def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
 def model_of(*modules: nn.Module, relus: bool = False) -> nn.Sequential:
     torch.manual_seed(0)
     for module in modules:
-        if isinstance(module, nn.LayerNorm) and module.bias is not None:
-            nn.init.normal_(module.weight)
-            nn.init.normal_(module.bias)
+        if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+            for vector in module.parameters():
+                nn.init.normal_(vector)
     model = nn.Sequential(*modules).bfloat16()
     none = [""] * len(model)
     relus_at = rectified_between(model) if relus else ()
@@ -65,38 +70,124 @@ def test_where_gradients_are_joined() -> None:
         "layer relu", "", "", "layer silu", "", "", "none relu", "", "layer none", ""
     )  # fmt: skip
     assert [count_joined(text) for text in joined_between(model) if text] == [3, 3, 2, 2]
-    for layer in (Linear(K, N, bias=False), Linear(K, N), nn.Linear(K, N)):
+    for layer in (Linear(K, N, bias=False), nn.Linear(K, N)):
         assert joined_between(nn.Sequential(layer.bfloat16(), nn.SiLU())) == ("", "")
+    assert joined_between(nn.Sequential(Linear(K, N).bfloat16(), nn.GELU())) == ("", "")
     norms = (
-        nn.LayerNorm(K), nn.LayerNorm(N, bias=False), nn.RMSNorm(N),
-        nn.LayerNorm(N, elementwise_affine=False),
+        nn.LayerNorm(K), nn.RMSNorm(K), BlockRMSNorm(K, 8), nn.LayerNorm((1, N)),
+        nn.RMSNorm((1, N)), BlockRMSNorm(N, 4), nn.BatchNorm1d(N),
     )  # fmt: skip
     for norm in norms:  # the first is of K columns of rows of N, seen as more rows
         assert not any(joined_between(nn.Sequential(Linear(K, N), norm, nn.ReLU()).bfloat16()))
     wide = 2 * joined.LONGEST_ROW
-    assert not any(joined_between(nn.Sequential(Linear(8, wide), nn.LayerNorm(wide)).bfloat16()))
-    assert not any(joined_between(nn.Sequential(Linear(K, N), nn.ReLU())))  # float32
+    for norm in (nn.LayerNorm(wide), nn.RMSNorm(wide), BlockRMSNorm(wide, wide)):
+        assert not any(joined_between(nn.Sequential(Linear(8, wide), norm).bfloat16()))
+    found = joined_between(nn.Sequential(Linear(8, wide), BlockRMSNorm(wide, 256)).bfloat16())
+    assert found == ("block_rms(256) none", "")
+    assert not any(joined_between(nn.Sequential(Linear(8, 96), BlockRMSNorm(96, 48)).bfloat16()))
+    found = joined_between(nn.Sequential(Linear(8, 96), BlockRMSNorm(96, 96)).bfloat16())
+    assert found == ("block_rms(96) none", "")
+    assert any(joined_between(nn.Sequential(Linear(K, N), nn.ReLU())))  # float32, for autocast
+    assert not any(joined_between(nn.Sequential(Linear(K, N), nn.ReLU()).double()))
     for columns in (N + 1, norm_gradient.LONGEST_ROW + norm_gradient.CHUNK):  # of no kernel
         assert not any(joined_between(nn.Sequential(Linear(K, columns), nn.ReLU()).bfloat16()))
 
 
-@pytest.mark.parametrize("shape", [(48, K), (1, K), (2, 3, K)])
-def test_gradients_are_as_exact_as_those_of_the_modules(shape: tuple[int, ...]) -> None:
-    model = usual()
+def check(model: nn.Sequential, x: Tensor, calls: int, factor: float = 1.2) -> None:
+    """The output has the bits of the modules, gradients are as exact, and so many ops run.
+
+    Over several layers their roundings add up, by chance more than those of the modules.
+    """
     plain = nn.Sequential(*copy.deepcopy(list(model)))
+    for layer in plain.modules():
+        if isinstance(layer, LinearNormAct):
+            layer.take_form("")
     exact = copy.deepcopy(plain).double()
     found = []
     for each in (compiled(model, fullgraph=True), compiled(plain, fullgraph=True), exact):
-        x = rows(shape[0] if len(shape) == 2 else 6).view(shape)
-        x = (x.double() if each is exact else x).requires_grad_()
-        y = step(each, x)
-        found.append([y.double(), *gradients(getattr(each, "_orig_mod", each), x)])
+        given = (x.double() if each is exact else x.clone()).detach().requires_grad_()
+        y = step(each, given)
+        found.append([y.double(), *gradients(getattr(each, "_orig_mod", each), given)])
     mine, theirs, true = found
     assert torch.equal(mine[0], theirs[0])
     for one, other, right in zip(mine, theirs, true, strict=True):
         size = right.norm() + 1e-30
-        assert (one - right).norm() / size <= 1.2 * (other - right).norm() / size + 1e-3
-    assert calls_of(compiled(model), rows(48).requires_grad_()) == 4
+        assert (one - right).norm() / size <= factor * (other - right).norm() / size + 1e-3
+    assert calls_of(compiled(model), x.clone().requires_grad_()) == calls
+
+
+@pytest.mark.parametrize("shape", [(48, K), (1, K), (2, 3, K)])
+def test_gradients_are_as_exact_as_those_of_the_modules(shape: tuple[int, ...]) -> None:
+    check(usual(), rows(shape[0] if len(shape) == 2 else 6).view(shape), 4)
+
+
+NORMS: dict[str, Callable[[int], nn.Module]] = {
+    "layer": nn.LayerNorm,
+    "layer weight": lambda n: nn.LayerNorm(n, bias=False),
+    "layer without vectors": lambda n: nn.LayerNorm(n, elementwise_affine=False),
+    "rms": nn.RMSNorm,
+    "rms eps": lambda n: nn.RMSNorm(n, eps=0.1),
+    "rms without vectors": lambda n: nn.RMSNorm(n, elementwise_affine=False),
+    "blocks": lambda n: BlockRMSNorm(n, 8),
+    "row": lambda n: BlockRMSNorm(n, n, eps=0.01),
+}
+LAST: dict[str, Callable[[], nn.Module]] = {
+    "relu": nn.ReLU, "hardswish": nn.Hardswish, "silu": nn.SiLU,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("norm", NORMS)
+def test_every_norm_with_every_activation(norm: str, bias: bool) -> None:
+    """Also of 24 and 200 columns."""
+    make = NORMS[norm]
+    torch.manual_seed(0)
+    model = model_of(
+        Linear(K, 200, bias=bias), make(200), nn.ReLU(), Linear(200, 24, bias=bias), make(24),
+        nn.Hardswish(), Linear(24, 64, bias=bias), make(64), nn.SiLU(inplace=True),
+        Linear(64, 40, bias=bias), make(40),
+    )  # fmt: skip
+    check(model, rows(130) if bias else rows(130).view(2, 65, K), 4, factor=2.0)
+
+
+@pytest.mark.parametrize("last", LAST)
+def test_an_activation_alone(last: str) -> None:
+    torch.manual_seed(0)
+    model = model_of(Linear(K, 200), LAST[last](), Linear(200, 24), LAST[last](), Linear(24, 8))
+    model[0].weight.data.mul_(8.0)  # where a hardswish ends
+    check(model, rows(130), 2)
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms", "blocks", "none"])
+def test_empty_batches(norm: str) -> None:
+    norms = [NORMS[norm](N)] if norm != "none" else []
+    model = model_of(Linear(K, N), *norms, nn.Hardswish(), Linear(N, 8))
+    x = torch.empty(0, K).bfloat16().requires_grad_()
+    compiled(model, fullgraph=True)(x).sum().backward()
+    assert x.grad is not None and x.grad.shape == x.shape
+    for parameter in model.parameters():
+        assert parameter.grad is not None and not parameter.grad.any()
+
+
+def test_an_rms_norm_without_eps_has_that_of_float32() -> None:
+    model = model_of(Linear(K, N), nn.RMSNorm(N))
+    with torch.no_grad():
+        model[0].weight.mul_(1e-3)
+        model[0].bias.mul_(1e-3)
+    check(model, rows(48), 1)
+
+
+@pytest.mark.parametrize("norm", ["layer weight", "rms", "blocks"])
+def test_a_layer_whose_input_and_weight_need_no_gradient(norm: str) -> None:
+    model = model_of(Linear(K, N, bias=False), NORMS[norm](N), nn.SiLU(), Linear(N, 8))
+    model[0].weight.requires_grad_(False)
+    plain = nn.Sequential(*copy.deepcopy(list(model)))
+    y = step(compiled(model, fullgraph=True), rows(48))
+    assert torch.equal(y, step(compiled(plain, fullgraph=True), rows(48)))
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None)
+        if one.grad is not None and other.grad is not None:
+            assert (one.grad - other.grad).norm() <= 0.01 * other.grad.norm()
 
 
 def test_a_relu_alone_has_the_bits_of_the_modules_and_sums_in_the_order_of_kernels() -> None:
@@ -114,6 +205,69 @@ def test_a_relu_alone_has_the_bits_of_the_modules_and_sums_in_the_order_of_kerne
         if place != 2:  # the bias before the relu
             assert torch.equal(one, other)
     assert torch.equal(mine[2].bfloat16(), column_sums(seen[0]).bfloat16())
+
+
+def alone(*given: object, **options: object) -> LinearNormAct:
+    torch.manual_seed(0)
+    layer = LinearNormAct(*given, **options).bfloat16()  # type: ignore[arg-type]
+    for vector in layer.norm.parameters():
+        nn.init.normal_(vector)
+    layer.take_form(layer.joined)
+    return layer
+
+
+class Residual(nn.Module):
+    def __init__(self, layer: LinearNormAct) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x, residual=x[..., : self.layer.out_features].sin())
+        return y
+
+
+@pytest.mark.parametrize("has_residual", [False, True])
+@pytest.mark.parametrize(
+    ("norm", "activation", "bias"),
+    [
+        ("layer", "relu", True), ("rms", "silu", False), ("block_rms(8)", "hardswish", False),
+        ("rms", None, True), ("none", "relu", True), ("none", "silu", True),
+    ],
+)  # fmt: skip
+def test_a_layer_with_its_own_norm(
+    norm: str, activation: str | None, bias: bool, has_residual: bool
+) -> None:
+    layer = alone(K, 24, bias, norm=norm, activation=activation)
+    assert layer.joined == f"{norm} {activation or 'none'}"
+    model = nn.Sequential(Residual(layer) if has_residual else layer)
+    check(model, rows(48).view(2, 24, K), 1)
+    layer.take_form("")
+    torch._dynamo.reset()
+    assert calls_of(compiled(model), rows(48).requires_grad_()) == 0
+
+
+def test_where_a_layer_with_its_own_norm_runs_as_it_is() -> None:
+    for options in ({"norm": "none", "activation": None}, {"norm": "none", "bias": False}):
+        assert not alone(K, 24, **options).joined
+    assert not LinearNormAct(K, 24).double().joined
+    assert joined_between(nn.Sequential(alone(K, 24), nn.ReLU())) == ("", "")
+    changes: tuple[Callable[[LinearNormAct], object], ...] = (
+        lambda layer: layer.norm.register_forward_hook(_hook),
+        lambda layer: setattr(layer, "activation", "silu"),
+        lambda layer: setattr(layer, "norm", nn.Identity()),
+        lambda layer: setattr(layer, "norm", nn.RMSNorm(24).bfloat16()),
+        lambda layer: layer.norm.weight.requires_grad_(False),
+    )
+    for change in changes:
+        layer = alone(K, 24)
+        change(layer)
+        torch._dynamo.reset()
+        assert calls_of(compiled(nn.Sequential(layer)), rows(48).requires_grad_()) == 0
+
+
+def test_a_layer_with_its_own_norm_of_a_file() -> None:
+    layer = pickle.loads(pickle.dumps(alone(K, 24)))
+    assert calls_of(compiled(layer, fullgraph=True), rows(48).requires_grad_()) == 1
 
 
 def test_gradients_by_routes_of_a_quantized_layer() -> None:
@@ -163,6 +317,10 @@ def _hook(*_given: object) -> None:
         (lambda m: m.requires_grad_(False), 0),
         (lambda m: m.float(), 0),
         (lambda m: m.__setitem__(1, nn.LayerNorm(N).bfloat16()), 0),  # other modules than known
+        (lambda m: mods.apply(m[0], [mods.Pad(k=20, n=1)]), 3),
+        (lambda m: setattr(m[0], "bias", None), 4),
+        (lambda m: setattr(m[1], "bias", None), 4),
+        (lambda m: setattr(m[6], "bias", None), 3),  # a relu alone
     ],
 )
 def test_the_modules_run_where_anything_is_unusual(
@@ -174,20 +332,57 @@ def test_the_modules_run_where_anything_is_unusual(
     assert calls_of(compiled(model), x) == count
 
 
-def test_the_modules_run_in_eager_mode_under_autocast_and_without_gradients() -> None:
+@pytest.mark.parametrize("relus", [False, True])
+def test_gradients_under_autocast_are_those_of_bfloat16(relus: bool) -> None:
+    """With float32 parameters, whose gradients are not rounded to bfloat16."""
+    model = model_of(*usual(), relus=relus).float()
+    plain = nn.Sequential(*copy.deepcopy(list(model)))
+    exact, x = copy.deepcopy(plain).double(), rows(48).float()
+    found = []
+    for each in (compiled(model, fullgraph=True), compiled(plain, fullgraph=True), exact):
+        given = (x.double() if each is exact else x.clone()).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=each is not exact):
+            y = step(each, given)
+        made = getattr(each, "_orig_mod", each)
+        assert all(p.grad.dtype is p.dtype for p in made.parameters())
+        found.append([y.double(), *gradients(made, given)])
+    mine, theirs, true = found
+    assert torch.equal(mine[0], theirs[0])
+    for one, other, right in zip(mine, theirs, true, strict=True):
+        size = right.norm() + 1e-30
+        assert (one - right).norm() / size <= 1.2 * (other - right).norm() / size + 1e-3
+    with torch.autocast("cpu", torch.bfloat16):
+        assert calls_of(compiled(model), x.clone().requires_grad_()) == 4
+        assert calls_of(model, x.clone().requires_grad_()) == 0
+        with torch.no_grad():
+            assert torch.equal(compiled(model)(x), plain(x))
+
+
+def test_vectors_have_one_dtype() -> None:
+    model = usual()
+    model[1].float()
+    x = rows(32).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert calls_of(compiled(model), x) == 3
+
+
+def test_the_modules_run_in_eager_mode_under_other_autocast_and_without_gradients() -> None:
     model, x = usual(), rows(32).requires_grad_()
     assert calls_of(model, x) == 0
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert calls_of(compiled(model), x) == 0
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert calls_of(compiled(usual().float()), x) == 0
     run = compiled(model)
     plain = nn.Sequential(*model)
     with torch.no_grad():
         assert torch.equal(run(x), plain(x))
 
 
-def test_a_replaced_method_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = nn.LayerNorm.forward
-    monkeypatch.setattr(nn.LayerNorm, "forward", lambda self, x: before(self, x))
+@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm, nn.Hardswish])
+def test_a_replaced_method_is_called(
+    kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, x: before(self, x))
     assert calls_of(compiled(usual()), rows(32).requires_grad_()) == 0
 
 
@@ -197,8 +392,12 @@ def test_an_exported_model_may_be_trained() -> None:
     assert exported.get_parameter("0.bias").grad is not None
 
 
-def test_dynamic_rows() -> None:
-    model = usual()
+@pytest.mark.parametrize("norm", ["layer", "rms", "rms eps", "blocks", "row"])
+def test_dynamic_rows(norm: str) -> None:
+    model = model_of(
+        Linear(K, N), NORMS[norm](N), nn.ReLU(), Linear(N, K, bias=False), NORMS[norm](K),
+        nn.SiLU(), Linear(K, N), nn.Hardswish(), Linear(N, K), NORMS[norm](K),
+    )  # fmt: skip
     run = compiled(model, fullgraph=True, dynamic=True)
     for m in (48, 33, 64):
         assert calls_of(run, rows(m).requires_grad_()) == 4
@@ -244,11 +443,16 @@ class Doubled(nn.Module):
         return 2 * self.model(x).cos()
 
 
-@pytest.mark.parametrize("is_generated", [False, True])
-def test_a_compiler_computes_a_relu_where_it_computes_what_comes_after(is_generated: bool) -> None:
-    """Its own kernel masks, and sums for the bias, a gradient that it computes itself."""
+@pytest.mark.parametrize(
+    ("last", "is_generated"), [("relu", False), *((last, True) for last in LAST)]
+)
+def test_a_compiler_computes_an_activation_where_it_computes_what_comes_after(
+    last: str, is_generated: bool
+) -> None:
+    """Its own kernel multiplies by the slope, and sums for the bias, a gradient of its own."""
     tail: Sequence[nn.Module] = () if is_generated else (Linear(N, K),)
-    model = model_of(Linear(K, N), nn.ReLU(), *tail, relus=True)
+    model = model_of(Linear(K, N), LAST[last](), *tail, relus=True)
+    model[0].weight.data.mul_(4.0)  # where a hardswish ends
     plain = nn.Sequential(*copy.deepcopy(list(model)))
     x = rows(48).requires_grad_()
     run = torch.compile(Doubled(model), fullgraph=True)
@@ -293,6 +497,38 @@ def test_the_op(m: int, dtype: torch.dtype) -> None:
             torch.library.opcheck(torch.ops.lokakern.norm_gradient, call, test_utils=checks)
 
 
+@pytest.mark.parametrize("norm", ["layer", "rms", "block_rms(8)", "block_rms(72)", "none"])
+@pytest.mark.parametrize("activation", ["none", "relu", "hardswish", "silu"])
+def test_the_op_has_the_gradients_of_float64(norm: str, activation: str) -> None:
+    """With every selection of vectors."""
+    m, n, eps = 130, 72, 0.01
+    dd, y = (rows(m, n, seed=seed) for seed in (2, 3))
+    y = 2 * y
+    every = [torch.randn(n).bfloat16() for _ in range(3)]
+    for mask in range(8):
+        given = [x if mask >> i & 1 else None for i, x in enumerate(every)]
+        if norm == "none" and mask > 1:
+            continue
+        wide = [None if x is None else x.double().requires_grad_() for x in given]
+        into = y.double().requires_grad_()
+        z = normalize(into, norm_named(norm, eps), wide[1], wide[2])
+        last = LAST[activation]() if activation != "none" else nn.Identity()
+        last(z).backward(dd.double())
+        is_relu_alone = norm == "none" and activation == "relu"
+        dy, sums = norm_gradient.norm_gradient(
+            dd, y.relu() if is_relu_alone else y, *given, norm, activation, eps
+        )
+        assert into.grad is not None
+        assert (dy.double() - into.grad).norm() <= 3e-3 * into.grad.norm()
+        expected = [
+            into.grad.sum(0) if i == 0 else x.grad for i, x in enumerate(wide) if x is not None
+        ]
+        assert len(sums) == len(expected)
+        for one, other in zip(sums, expected, strict=True):
+            assert other is not None
+            assert (one.double() - other).norm() <= 3e-3 * other.norm()
+
+
 def test_no_gpu_has_the_kernel_here() -> None:
     assert norm_gradient.takes(K) and not norm_gradient.is_fast(K, "cpu")
     assert not norm_gradient.is_fast(0, "cuda")
@@ -305,7 +541,12 @@ def test_a_gpu_kernel_has_the_values_of_the_emulation(m: int) -> None:
     for n in (8, 264, joined.LONGEST_ROW):
         dd, y = (torch.randn(m, n, device="cuda").bfloat16() for _ in range(2))
         bias, weight, shift = (torch.randn(n, device="cuda").bfloat16() for _ in range(3))
-        for given in ((None, None, "none", "relu"), (weight, shift, "layer", "silu")):
+        every = (
+            (None, None, "none", "relu"), (None, None, "none", "hardswish"),
+            (weight, shift, "layer", "silu"), (None, None, "layer", "silu"),
+            (weight, None, "rms", "relu"), (None, None, "block_rms(8)", "hardswish"),
+        )  # fmt: skip
+        for given in every:
             call = (dd, y, bias, *given, 1e-5)
             expected = norm_gradient.norm_gradient(*(
                 x.cpu() if isinstance(x, Tensor) else x for x in call
@@ -321,7 +562,10 @@ def test_a_gpu_kernel_has_the_values_of_the_emulation(m: int) -> None:
 def test_a_compiled_training_step_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (joined, rectified):
         monkeypatch.setattr(module, "is_fast", norm_gradient.is_fast)
-    model = usual().cuda()
+    model = model_of(
+        *usual(), nn.RMSNorm(K), Linear(K, N, bias=False), BlockRMSNorm(N, 64), nn.Hardswish(),
+        Linear(N, K), nn.Hardswish(), Linear(K, N, bias=False), nn.RMSNorm(N), nn.SiLU(),
+    ).cuda()  # fmt: skip
     plain = nn.Sequential(*copy.deepcopy(list(model)))
     x = rows(256).cuda().requires_grad_()
     for dynamic in (False, True):

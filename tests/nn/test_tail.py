@@ -192,7 +192,7 @@ def returns_what_it_writes_to(s: Any, x: Tensor) -> Any:
 @pytest.mark.parametrize(
     "run",
     [
-        lambda s, x: s.silu(s.fc(x)),  # no kernel without a norm
+        lambda s, x: F.gelu(s.fc(x)),
         lambda s, x: s.gelu(s.back(F.gelu(s.fc(x)))),
         lambda s, x: s.relu(s.dropout(s.fc(x))),
         lambda s, x: F.relu(s.fc(x) + 1),
@@ -313,7 +313,8 @@ def test_plans_are_those_of_modules_in_a_sequence() -> None:
         ]  # fmt: skip
     model.fc = nn.Linear(K, N).bfloat16()  # of no conversion
     assert not planned_tails(found_tails(model), model, has_relus=True, is_joined=True)[1].plan
-    assert not found_tails(model.float())
+    assert found_tails(model.float())  # for autocast
+    assert not found_tails(model.double())
 
 
 def reads_twice(s: Any, x: Tensor) -> Any:
@@ -521,10 +522,14 @@ def test_hooks_of_a_compiled_backward_pass_run(name: str, child: str) -> None:
     assert seen and set(seen) == {model.get_submodule(child)}
 
 
-def test_the_modules_run_under_autocast_and_without_gradients() -> None:
+def test_the_modules_run_under_other_autocast_and_without_gradients() -> None:
     model, x = block(of_functions), rows(32).requires_grad_()
+    wide = copy.deepcopy(model).float()
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert calls_of(compiled(wide), x) == 0
+    torch._dynamo.reset()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert calls_of(compiled(model), x) == 0
+        assert calls_of(compiled(wide), x) == 2
     torch._dynamo.reset()
     run, plain = compiled(model), twin_of(model)
     with torch.no_grad():
