@@ -558,10 +558,10 @@ class Conversion:
 
     def _tails_of(self, module: nn.Module) -> list[Tail]:
         """The layers with tails that a module calls, all without plans where tuning decided so."""
-        if not self._between or isinstance(self._wanted, Forced):
+        layer = next((x for x in children_of(module) if type(x) is Linear), None)
+        if not self._between or isinstance(self._wanted, Forced) or layer is None:
             return []
-        weight = next(x.weight for x in children_of(module) if isinstance(x, nn.Linear))
-        has_relus, is_joined = self._rules_for(self._device_for(weight))
+        has_relus, is_joined = self._rules_for(self._device_for(layer.weight))
         if id(module) not in self._tails:
             if not has_relus and not is_joined:
                 return []

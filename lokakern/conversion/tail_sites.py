@@ -11,24 +11,30 @@ from torch import nn
 from lokakern.errors import UnsupportedError
 from lokakern.nn.autocast import CAST
 from lokakern.nn.crossed_forward import children_of, crossed_of, graphs_of
+from lokakern.nn.linear import Linear
 from lokakern.nn.tail import FoundTail, tails_in
+from lokakern.nn.traced_forward import looks_up
+
+_LAYERS = (nn.Linear, Linear)
 
 
 def found_tails(module: nn.Module) -> list[FoundTail]:
     """The layers with tails in the forward of a module, in training or in evaluation."""
     children = {id(child) for child in children_of(module)}
-    layers = [child for child in children_of(module) if isinstance(child, nn.Linear)]
+    layers = [x for x in children_of(module) if isinstance(x, nn.Linear) and type(x) in _LAYERS]
     if not any(layer.weight.dtype in CAST for layer in layers):
         return []
-    # A user who keeps a forward from compilers does not want another one to be compiled. And a mod
-    # whose forward was replaced could not be undone before this conversion.
-    crossed = crossed_of(module)
+    # A user who keeps a forward from compilers does not want another one to be compiled. A mod
+    # whose forward was replaced could not be undone before this conversion. And a trace does not
+    # show what a class makes up for names.
+    kind, crossed = type(module), crossed_of(module)
     before = vars(module).get("forward") if crossed is None else crossed.before
-    if before is not None or getattr(type(module).forward, "_torchdynamo_disable", False):
+    is_disabled = getattr(kind.forward, "_torchdynamo_disable", False)
+    if before is not None or is_disabled or looks_up(kind):
         return []
     try:
         graphs, _ = graphs_of(module)
-    except UnsupportedError:
+    except (UnsupportedError, TypeError, ValueError):  # also of a forward without a signature
         return []
     found = [tail for graph in graphs for tail in tails_in(graph, module)]
     # A forward is guarded against other children, and not against others of these.

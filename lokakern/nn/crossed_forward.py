@@ -55,7 +55,14 @@ from lokakern.nn.raw_pattern import FoundProduct, products_in
 from lokakern.nn.raw_product import CHILD, products_of
 from lokakern.nn.rectified import traced_way
 from lokakern.nn.tail import FoundTail, Tail, run_tail, tails_in
-from lokakern.nn.traced_forward import is_setting, is_traceable, reads_of, traced, traced_modes
+from lokakern.nn.traced_forward import (
+    is_setting,
+    is_traceable,
+    own_reads_of,
+    reads_of,
+    traced,
+    traced_modes,
+)
 from lokakern.types import Granularity
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)  # which a forward reads, and does not call
@@ -155,6 +162,10 @@ class CrossedForward:
     # these reads is a guard that every call of the compiled model evaluates. Names of the children,
     # each with its `id`, and plans; "" if there is more.
     _known = ""
+    # Names of the children that a forward reads, or None of all, and these with those in lists.
+    _read: tuple[str, ...] | None = None
+    _read_children: list[nn.Module | None]
+    _missing: tuple[str, ...] = ()  # names of attributes that a forward asked for in vain
     # By shapes of inputs, whether no plan holds.
     _is_idle_at: dict[tuple[torch.Size, ...], bool] | None = None
     # Whether all that it has are tails, whose plans are for compilers.
@@ -202,11 +213,18 @@ class CrossedForward:
         self._sources = list(dict.fromkeys(code.src for code in codes))
         self._names = {name: x for code in codes for name, x in code.globals.items()}
         self._children = children_of(module)
+        asked = [own_reads_of(graph) for graph in graphs]
+        names = None if None in asked else set().union(*asked)  # type: ignore[arg-type]
         self._values = {
             name: value for name, value in vars(module).items()
-            if name not in _OF_TORCH and name != "training"
+            if name not in _OF_TORCH and name != "training" and (names is None or name in names)
         }  # fmt: skip
-        self._of_class = _settings_of(module)
+        self._of_class = _settings_of(module, names)
+        self._read = None
+        if names is not None:  # a compiler may be unable to read other children
+            self._read = (*(x for x in module._modules if x in names and x != CHILD), CHILD)
+        self._read_children = children_of(module, self._read)
+        self._missing = tuple(sorted(x for x in names or () if not hasattr(module, x)))
         self._own_forward = type(module).forward
         reads = {(id(x[0]), x[1]): x for graph in graphs for x in reads_of(graph)}
         self._of_children = list(reads.values())
@@ -243,7 +261,9 @@ class CrossedForward:
         for source in self._sources:
             self._functions.append(_function(source, tuple(sorted(self._names.items()))))
         self._only_function = self._functions[0]
-        others = (self._values, self._of_class, self._of_children, self._tied)
+        others = (
+            self._values, self._of_class, self._missing, self._of_children, self._tied
+        )  # fmt: skip
         is_more = any(others) or any(isinstance(child, _LISTS) for child in self._children)
         self._only_children = None if is_more else tuple(self._children)
 
@@ -353,7 +373,7 @@ class CrossedForward:
     @property
     def is_as_traced(self) -> bool:
         """Whether children and settings of the module are as they were when it was traced."""
-        now, known = children_of(self.module), self._children
+        now, known = children_of(self.module, self._read), self._read_children
         if len(now) != len(known):
             return False
         for one, other in zip(now, known, strict=True):
@@ -369,6 +389,9 @@ class CrossedForward:
         for name, value in self._of_class.items():
             is_other = value != _METHOD and not _is_same(getattr(kind, name), value)
             if name in own or is_other:
+                return False
+        for name in self._missing:
+            if hasattr(self.module, name):
                 return False
         for child, name, value in self._of_children:
             if not _is_same(getattr(child, name, None), value):
@@ -391,7 +414,7 @@ class CrossedForward:
         """Whether children are in the mode of the module, where its forward depends on modes."""
         if len(self._functions) > 1:
             mode = self.module.training
-            for child in self._children:
+            for child in self._read_children:
                 if child is not None and child.training is not mode:
                     return False
         return True
@@ -407,6 +430,8 @@ class CrossedForward:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._own_forward = type(self.module).forward
+        if "_read_children" not in state:  # of earlier versions
+            self._read_children = self._children
         self._names = {
             name: importlib.import_module(x.name) if isinstance(x, _Module) else x
             for name, x in self._names.items()
@@ -529,15 +554,20 @@ def _is_same(one: Any, other: Any) -> bool:
     return one is other
 
 
-def _settings_of(module: nn.Module) -> dict[str, Any]:
-    """What a module has from its class: settings, and names of methods and others."""
+def _settings_of(module: nn.Module, names: set[str] | None) -> dict[str, Any]:
+    """What a module has from its class: settings, and names of methods and others.
+
+    Of the latter only these names.
+    """
     mro = type(module).__mro__
     found: dict[str, Any] = {}
     for base in mro[: mro.index(nn.Module)]:
         for name, value in vars(base).items():
             if name not in vars(module) and not name.startswith("__") and name != "forward":
                 found.setdefault(name, value if is_setting(value) else _METHOD)
-    return found
+    return {
+        name: x for name, x in found.items() if names is None or x != _METHOD or name in names
+    }  # fmt: skip
 
 
 def _tied_names(
@@ -569,10 +599,12 @@ def _identities(names: Iterable[str], children: Iterable[object]) -> str:
     return "\1".join(f"{name}\0{id(x)}" for name, x in zip(names, children, strict=True))
 
 
-def children_of(module: nn.Module) -> list[nn.Module | None]:
-    """The children that a forward may call."""
+def children_of(module: nn.Module, names: Sequence[str] | None = None) -> list[nn.Module | None]:
+    """The children that a forward may call, or those with these names."""
     found: list[nn.Module | None] = []
-    for child in module._modules.values():
+    for name, child in module._modules.items():
+        if names is not None and name not in names:
+            continue
         found.append(child)
         if isinstance(child, _LISTS):
             found += list(child._modules.values())

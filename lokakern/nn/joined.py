@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, bfloat16, float32, is_grad_enabled, nn
-from torch.compiler import is_exporting
+from torch.compiler import is_compiling, is_exporting
 from torch.nn import Parameter
 from torch.nn.functional import hardswish, layer_norm, relu, rms_norm, silu
 
@@ -165,6 +165,8 @@ def multiply_with_norm(
     """
     kind, activation, *reader = text.split()
     if not is_usual(x) or not is_grad_enabled() or (norm is None) != (kind == "none"):
+        return None
+    if not is_compiling():  # Dynamo runs its callers as they are where a module breaks the graph
         return None
     if layer._plan.startswith(ALTERED):  # by a mod, since
         return None

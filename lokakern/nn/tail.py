@@ -88,7 +88,7 @@ def planned_tails(
         has_relus: Whether products may apply relus.
         is_joined: Whether one op may compute gradients.
     """
-    planned: dict[tuple[str, ...], Tail] = {}
+    planned = []
     for names in dict.fromkeys(tail.names for tail in found):
         alike = [tail for tail in found if tail.names == names]
         layer = module.get_submodule(names[0])
@@ -100,8 +100,8 @@ def planned_tails(
             joined = joined_at(layer, norm, activation)
             after = [_after(tail, module, count_joined(joined) - 1) for tail in alike if joined]
             joined = read_by([x for some in after for x in some] if all(after) else [], joined)
-        planned[names] = Tail(names, rectified, joined)
-    return list(planned.values())
+        planned.append(Tail(names, rectified, joined))
+    return planned
 
 
 def run_tail(plan: str, x: Tensor, layer: nn.Module, *behind: nn.Module | str) -> Tensor:
@@ -122,6 +122,7 @@ def run_tail(plan: str, x: Tensor, layer: nn.Module, *behind: nn.Module | str) -
 def _run_planned(
     plan: str, x: Tensor, layer: nn.Module, behind: Sequence[nn.Module | str]
 ) -> Tensor | None:
+    """`run_tail` by a plan, or None where the modules have to run."""
     rectified, joined = plan.split("\0")
     modules = [each for each in behind if not isinstance(each, str)]
     sequence = modules[0] if modules and isinstance(modules[0], nn.Sequential) else None
@@ -132,8 +133,7 @@ def _run_planned(
             return None
         if has_own_call(sequence) or has_backward_hooks(sequence):
             return None
-    done = None
-    end = 1
+    done, end = None, 1
     if rectified:
         done = multiply_rectified(layer, modules[0] if modules else None, x, rectified)
     if done is None and joined:

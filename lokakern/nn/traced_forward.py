@@ -26,9 +26,14 @@ from lokakern.errors import UnsupportedError
 _GRAPHS: WeakKeyDictionary[Any, fx.Graph] = WeakKeyDictionary()  # of rewritten forwards
 
 
+_OF_MODULES = frozenset(dir(nn.Module()))
+_HARMLESS = ("training", "forward", "__class__")  # others may show all children or attributes
+_ALL = "*"
 _SETTINGS = (bool, int, float, str, type(None))
 # Settings of children that the forward of a graph read: the child, the name and the value.
 _READS: WeakKeyDictionary[fx.Graph, list[tuple[nn.Module, str, Any]]] = WeakKeyDictionary()
+# Names of attributes and children of the module itself that it read, unless it may read all.
+_OWN_READS: WeakKeyDictionary[fx.Graph, set[str]] = WeakKeyDictionary()
 _CONSTANT = "_tensor_constant"  # attributes that fx makes of tensors in a forward
 _SDP = ("flash", "mem_efficient", "math", "cudnn")
 _OF_TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -239,9 +244,13 @@ def traced_modes(
             for module in were_training:
                 module.training = mode
             reads: list[tuple[nn.Module, str, Any]] = []
-            with _modes_set(are_on=are_on), _settings_read(parent, reads), _lists_taken():
+            own_reads = set[str]()
+            noted = _settings_read(parent, reads, own_reads)
+            with _modes_set(are_on=are_on), noted, _lists_taken():
                 graphs.append(_Tracer(defaults or {}).trace(parent))
             _READS[graphs[-1]] = reads
+            if _ALL not in own_reads and not looks_up(type(parent)):
+                _OWN_READS[graphs[-1]] = own_reads
             sources.append(graphs[-1].python_code("self").src)
             if sources[1:] == sources[:1]:
                 break
@@ -280,16 +289,35 @@ def reads_of(graph: fx.Graph) -> list[tuple[nn.Module, str, Any]]:
     return _READS.get(graph, [])
 
 
+def own_reads_of(graph: fx.Graph) -> set[str] | None:
+    """Names of attributes and children of the module itself that a traced forward read.
+
+    None if it may have read all.
+    """
+    return _OWN_READS.get(graph)
+
+
+def looks_up(kind: type[nn.Module]) -> bool:
+    """Whether a class of modules has an own way to look attributes up."""
+    is_usual = kind.__getattribute__ is object.__getattribute__
+    return not is_usual or kind.__getattr__ is not nn.Module.__getattr__
+
+
 @contextmanager
-def _settings_read(parent: nn.Module, found: list[tuple[nn.Module, str, Any]]) -> Iterator[None]:
-    """Note the settings of other modules that a forward reads in the block."""
+def _settings_read(
+    parent: nn.Module, found: list[tuple[nn.Module, str, Any]], own: set[str]
+) -> Iterator[None]:
+    """Note the settings of other modules that a forward reads in the block, and its own names."""
 
     def read(self: nn.Module, name: str) -> Any:
+        if self is parent and name not in _OF_MODULES:
+            own.add(name)  # also of what it lacks
+        elif self is parent and name not in _HARMLESS and _is_read_by_user():
+            own.add(_ALL)
         value = object.__getattribute__(self, name)
-        if self is not parent and name[:1] != "_" and name != "training" and is_setting(value):
-            file = sys._getframe(1).f_code.co_filename
-            if not file.startswith(_OF_TORCH) and file != __file__:
-                found.append((self, name, value))
+        is_public = name[:1] != "_" and name != "training"
+        if self is not parent and is_public and is_setting(value) and _is_read_by_user():
+            found.append((self, name, value))
         return value
 
     # Modules have none of their own, as their __getattr__ gets only what is no attribute.
@@ -298,6 +326,12 @@ def _settings_read(parent: nn.Module, found: list[tuple[nn.Module, str, Any]]) -
         yield
     finally:
         del nn.Module.__getattribute__
+
+
+def _is_read_by_user() -> bool:
+    """Whether the code that reads an attribute is not torch's; of the hook on reads."""
+    file = sys._getframe(2).f_code.co_filename
+    return not file.startswith(_OF_TORCH) and file != __file__
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,7 @@ from lokakern.nn.joined import joined_between
 from lokakern.nn.linear import Linear
 from lokakern.nn.rectified import KERNEL, rectified_between
 from lokakern.nn.static_handoff import set_handoff
-from lokakern.nn.tail import Tail, planned_tails
+from lokakern.nn.tail import Tail, planned_tails, run_tail
 from tests.support import compiled_steps
 from tests.support.compiled_steps import compiled, step
 from tests.support.routed_layers import BY_ROW, K, layer_of, rows
@@ -61,6 +62,17 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return self.run(self, x)
+
+
+class One(nn.Module):
+    """A forward with nothing but a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = Linear(K, K)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.fc(x))
 
 
 def block(run: Callable[[Any, Tensor], Any], *, relus: bool = False, joins: bool = True) -> Any:
@@ -204,6 +216,29 @@ def test_other_calls_are_left_alone(run: Callable[[Any, Tensor], Any]) -> None:
     assert not names_in(run)
 
 
+def test_a_module_of_a_user_in_between_may_write() -> None:
+    def run(s: Any, x: Tensor) -> Any:
+        y = s.fc(x)
+        x = s.gelu(x) if s.flag else s.extra(x)
+        return F.relu(y), x
+
+    model = Block(run).bfloat16()
+    model.extra = Breaking()
+    assert not found_tails(model)
+    model.flag = True
+    assert [tail.names for tail in found_tails(model)] == [("fc", "relu()")]
+
+
+@torch.no_grad()
+def test_an_eager_call_of_a_traced_forward_runs_the_modules() -> None:
+    """Of a module whose products with parameters are quantized, too."""
+    layer, x = Linear(K, N).bfloat16(), rows(32)
+    call = functools.partial(run_tail, Tail((), rectified.ALWAYS, "none relu").plan)
+    for last in ("relu()", nn.ReLU()):
+        assert torch.equal(call(x, layer, last), F.relu(layer(x)))
+        assert products_with_relus(lambda x, last=last: call(x, layer, last), x) == 0
+
+
 @pytest.mark.parametrize(("kind", "name"), [(nn.ReLU, "relu"), (nn.LayerNorm, "norm")])
 def test_subclasses_are_left_alone(kind: type, name: str) -> None:
     model = Block(lambda s, x: s.relu(s.norm(s.fc(x)))).bfloat16()
@@ -290,19 +325,31 @@ def test_layers_without_a_bias() -> None:
     assert [tail.names for tail in found_tails(model)] == [("fc", "norm", "relu")]
 
 
-def test_a_relu_in_a_product_looks_at_all_that_reads_it() -> None:
-    def run(s: Any, x: Tensor) -> Any:
-        y = F.relu(s.layers[0](x))
-        return s.layers[1](y) + s.back(F.relu(s.fc(y)))
+def reads_twice(s: Any, x: Tensor) -> Any:
+    y = F.relu(s.layers[0](x))
+    return s.layers[1](y) + s.back(s.gelu(s.fc(y)))
 
-    model = Block(run).bfloat16()
+
+def calls_twice(s: Any, x: Tensor) -> Any:
+    return s.layers[1](F.relu(s.layers[0](x))) + s.back(s.gelu(s.fc(F.relu(s.layers[0](2 * x)))))
+
+
+def reads_in_a_sequence(s: Any, x: Tensor) -> Any:
+    return s.wide(s.layers[0](x)) + s.back(s.gelu(s.fc(x)))
+
+
+@pytest.mark.parametrize("run", [reads_twice, calls_twice, reads_in_a_sequence])
+def test_a_relu_in_a_product_looks_at_all_that_reads_it(run: Callable[[Any, Tensor], Any]) -> None:
+    model = Block(run)
+    model.wide = nn.Sequential(nn.ReLU(), model.fc, nn.GELU(), model.back)
+    model.bfloat16()
 
     def route() -> str:
-        tails = planned_tails(found_tails(model), model, has_relus=True, is_joined=False)
-        return tails[0].rectified
+        (tail,) = planned_tails(found_tails(model), model, has_relus=True, is_joined=False)
+        return tail.rectified
 
     assert route() == rectified.ALWAYS
-    model.fc = layer_of((BY_ROW, "", ""), n=N, bias=True)
+    model.fc = model.wide[1] = layer_of((BY_ROW, "", ""), n=N, bias=True)
     assert route() == f"none;16:0={KERNEL},16=;1:0={KERNEL},17="
 
 
@@ -438,7 +485,7 @@ def _hook(*_given: object) -> None:
         (lambda m: setattr(m, "relu", nn.GELU()), 1),  # other children than known
         (lambda m: setattr(m, "norm", copy.deepcopy(m.norm)), 1),
         (lambda m: m.layers.append(nn.Identity()), 1),
-        (lambda m: setattr(m, "rate", 0.25), 1),  # another setting
+        (lambda m: setattr(m, "rate", 0.25), 4),  # which the forward does not read
         (lambda m: setattr(m, "flag", True), 1),
         (lambda m: m.deep.__setitem__(0, nn.RMSNorm(N).bfloat16()), 2),
         (lambda m: m.deep.__setitem__(1, nn.GELU()), 2),  # the sequence is not as known, either
@@ -515,6 +562,136 @@ def test_a_replaced_forward_of_its_class_is_called(
     assert torch.equal(run(x), model.fc(x)) and torch.equal(model(x), model.fc(x))
 
 
+class Asking(One):
+    """Asks for attributes in ways of a few models."""
+
+    name = "fc"
+
+    @property
+    def scale(self) -> float:
+        return self.scale_of["a"] if getattr(self, "is_scaled", False) else 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(getattr(self, self.name)(x)) * self.scale
+        return -y if hasattr(self, "is_negative") else y
+
+
+@pytest.mark.parametrize("is_warm", [False, True])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"is_negative": True},
+        {"scale_of": {"a": 3.0}, "is_scaled": True},
+        {"other": Linear(K, K).bfloat16(), "name": "other"},
+    ],
+)
+def test_attributes_that_come_later(given: dict[str, Any], is_warm: bool) -> None:
+    model, x = Asking().bfloat16(), rows(32).requires_grad_()
+    set_tails(model)
+    run = compiled(model, fullgraph=True)
+    if is_warm:
+        assert calls_of(run, x) == 1
+    for name, value in given.items():
+        setattr(model, name, value)
+    assert torch.equal(run(x), Asking.forward(model, x))
+    model.never_read = 1  # which changes nothing
+    assert torch.equal(run(x), Asking.forward(model, x))
+
+
+class Whole(One):
+    """Asks for all that it has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.fc(x)) * vars(self)["rate"] * self.__dict__["rate"]
+
+
+def test_attributes_that_are_not_read_by_name() -> None:
+    model = Whole().bfloat16()
+    model.rate = 2.0
+    set_tails(model)
+    crossed = crossed_of(model)
+    assert crossed is not None and crossed.is_as_traced
+    model.rate = 3.0
+    assert not crossed.is_as_traced
+
+
+@pytest.mark.parametrize("name", ["__getattr__", "__getattribute__"])
+def test_classes_that_look_attributes_up_themselves_are_left_alone(name: str) -> None:
+    def look(self: nn.Module, key: str) -> Any:
+        return 2.0 if key == "scale" else getattr(nn.Module, name)(self, key)
+
+    assert not found_tails(type("Other", (One,), {name: look})().bfloat16())
+
+
+def test_attributes_that_compilers_cannot_read() -> None:
+    """A forward that does not read them is compiled whole."""
+    model, x = One().bfloat16(), rows(32).requires_grad_()
+    model.owner, model.options = weakref.ref(model.fc), (1, [2])
+    model.memory, model.again = nn.LSTM(2, 2), torch.compile(nn.Linear(2, 2))
+    set_tails(model)
+    assert calls_of(compiled(model, fullgraph=True), x) == 1
+    model.memory, model.more = None, nn.Identity()
+    assert calls_of(compiled(model, fullgraph=True), x) == 1
+
+
+class All(One):
+    """Calls all of its children."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for child in self.children():
+            x = F.relu(child(x)) if isinstance(child, nn.Linear) else child(x)
+        return x
+
+
+def test_a_forward_that_calls_all_children_is_left_alone() -> None:
+    assert not found_tails(All().bfloat16())
+
+
+@pytest.mark.parametrize("name", ["fc", "norm", "relu"])
+def test_a_child_that_is_compiled_later(name: str) -> None:
+    model, x = block(of_modules), rows(32)
+    expected = twin_of(model)(x)
+    setattr(model, name, torch.compile(model.get_submodule(name), backend="eager"))
+    assert torch.equal(compiled(model, fullgraph=True)(x), expected)
+
+
+class Breaking(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return 2 * x
+
+
+def test_graphs_that_break() -> None:
+    model = Block(lambda s, x: s.deep(s.fc(s.extra(F.relu(s.layers[0](x))))))
+    model.extra = Breaking()
+    model.deep.append(Breaking())
+    model.bfloat16()
+    set_tails(model)
+    plain, x = twin_of(model), rows(48)
+    mine, theirs = trained_freely(model, x), trained_freely(plain, x)
+    assert torch.equal(mine[0], theirs[0])
+    for one, other in zip(mine, theirs, strict=True):
+        assert (one - other).norm() <= 0.05 * other.norm() + 1e-6
+
+
+class Negated(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(-x)  # type: ignore[no-any-return]
+
+
+def test_a_sequence_of_another_class() -> None:
+    model = block(lambda s, x: s.plain(s.fc(x)), relus=True)
+    x = rows(32).requires_grad_()
+    assert calls_of(compiled(model), x) == 1
+    model.plain.__class__ = Negated
+    assert torch.equal(compiled(model)(x), Block.forward(model, x)) and calls_of(model, x) == 0
+    model = block(lambda s, x: s.plain(s.fc(x)), relus=True, joins=False)
+    while len(model.plain):
+        del model.plain[0]
+    torch._dynamo.reset()
+    assert torch.equal(compiled(model)(x), Block.forward(model, x))
+
+
 def test_optional_arguments_that_are_given() -> None:
     model = Cast(of_modules).bfloat16()
     set_tails(model)
@@ -569,12 +746,13 @@ def test_a_module_that_was_compiled_follows_its_plans() -> None:
 
 def test_equal_modules_that_are_compiled_one_by_one_share_a_graph() -> None:
     counter = CompileCounterWithBackend("eager")
-    for kind in (of_functions, of_modules):
-        model = nn.Sequential(*(block(kind) for _ in range(12)))
-        for each in model:
+    for kind in (of_functions, of_modules, None):
+        made = [One().bfloat16() if kind is None else block(kind) for _ in range(12)]
+        for each in made:
+            set_tails(each)
             each.compile(backend=counter, fullgraph=True, dynamic=False)
-        model(rows(32).requires_grad_())
-    assert counter.frame_count == 2
+        nn.Sequential(*made)(rows(32).requires_grad_())
+    assert counter.frame_count == 3
 
 
 def test_many_classes_that_are_compiled_one_by_one() -> None:
