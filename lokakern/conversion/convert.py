@@ -128,7 +128,7 @@ def convert(
     separately, by ranges of m, from measurements on the device, or by its time model where nothing
     was measured (LOKAKERN_PREDICT=0: bfloat16 there); only `Conversion.refresh` changes them.
     Without a faster quantizing kernel a product stays bitwise equal to `nn.Linear`, but for relus
-    and gradients behind layers, and in compiled training for layers with one output and gradients
+    and gradients behind layers, and in compiled code for layers with one output and gradients
     of biases (``between``). Only bfloat16 products are
     quantized: of bfloat16 parameters, or under autocast.
 

@@ -69,6 +69,7 @@ _LISTS = (nn.ModuleList, nn.ModuleDict)  # which a forward reads, and does not c
 _METHOD = "\0method"  # stands for what is no setting
 _MOST_SHAPES = 16
 _CODES: WeakKeyDictionary[type[nn.Module], CodeType] = WeakKeyDictionary()
+_REPLICATE = "_replicate_for_data_parallel"  # what nn.DataParallel calls
 _OF_TORCH = frozenset((*vars(nn.Module()), "forward"))
 
 
@@ -419,6 +420,16 @@ class CrossedForward:
                     return False
         return True
 
+    def replicate(self) -> nn.Module:
+        """A replica of the module for `nn.DataParallel`, which runs the forward of its class.
+
+        Ours would read the parameters of the module that it was made for.
+        """
+        replica: nn.Module = type(self.module)._replicate_for_data_parallel(self.module)  # type: ignore[no-untyped-call]
+        for name in ("forward", _REPLICATE):
+            vars(replica).pop(name)
+        return replica
+
     def __getstate__(self) -> dict[str, Any]:
         names = {
             name: _Module(x.__name__) if isinstance(x, ModuleType) else x
@@ -723,10 +734,15 @@ def _rebuild(
 
 
 def _set_forward(module: nn.Module, forward: Callable[..., Any] | None) -> None:
+    attributes = vars(module)
+    attributes.pop(_REPLICATE, None)
     if forward is None:
-        vars(module).pop("forward", None)
-    else:
-        module.forward = forward
+        attributes.pop("forward", None)
+        return
+    module.forward = forward
+    crossed = getattr(forward, "__self__", None)
+    if isinstance(crossed, CrossedForward):
+        attributes[_REPLICATE] = crossed.replicate
 
 
 def _others(module: nn.Module, key: str) -> tuple[Crosses, ...]:

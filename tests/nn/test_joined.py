@@ -367,6 +367,8 @@ def test_vectors_have_one_dtype() -> None:
     x = rows(32).requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
         assert calls_of(compiled(model), x) == 2
+        half = model_of(Linear(K, N), nn.ReLU()).half()  # of which no kernel adds up sums
+        assert calls_of(compiled(half), x) == 0
 
 
 def test_a_gradient_in_float32_is_not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:

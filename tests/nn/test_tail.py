@@ -848,3 +848,14 @@ def test_compiled_training_steps_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> No
                 found.append(gradients(each, x))
             for one, other in zip(*found, strict=True):
                 assert (one - other).norm() <= 0.02 * other.norm()
+
+
+def test_replicas_of_data_parallel_run_their_own_parameters() -> None:
+    model, x = block(of_modules), rows(4)
+    expected = twin_of(model)(x)
+    replica = pickle.loads(pickle.dumps(copy.deepcopy(model)))._replicate_for_data_parallel()
+    for module in (model, replica):
+        assert torch.equal(module(x), expected)
+    assert "forward" not in vars(replica) and crossed_of(model) is not None
+    replica.fc = nn.Linear(K, N).bfloat16()
+    assert not torch.equal(replica(x), expected) and torch.equal(model(x), expected)
