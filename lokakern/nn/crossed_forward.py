@@ -271,7 +271,8 @@ class CrossedForward:
     def forward(self) -> Callable[..., Any]:
         """`run` with the signature of the original, whose names torch.export asks for."""
         run = CrossedForward.run
-        function = FunctionType(_code_for(type(self.module)), run.__globals__, run.__name__)
+        # A pickle of a method has the name of its function, and asks for this property then.
+        function = FunctionType(_code_for(type(self.module)), run.__globals__, "forward")
         function.__signature__ = inspect.signature(type(self.module).forward)  # type: ignore[attr-defined]
         return MethodType(function, self)
 

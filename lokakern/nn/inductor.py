@@ -107,7 +107,8 @@ def fuse_quantizers() -> None:
     def summed(dy: Any, bias: Any) -> Any:
         if _is_generated(ir, dy) and not _is_read_in_order(ir, V.graph, dy):
             return call_sums(dy, bias)
-        return lowerings[torch.ops.aten.sum.dim_IntList](dy, [0])
+        # In the dtype of the bias: one of float32, under autocast, has sums that nothing rounds.
+        return lowerings[torch.ops.aten.sum.dim_IntList](dy, [0], dtype=bias.get_dtype())
 
     register_lowering(ops.bias_gradient.default, type_promotion_kind=None)(summed)
 

@@ -466,6 +466,18 @@ def test_a_compiler_computes_an_activation_where_it_computes_what_comes_after(
         assert (one - other).norm() <= 1e-2 * other.norm()
 
 
+@pytest.mark.parametrize("last", LAST)
+def test_a_compiler_does_not_round_sums_for_a_bias_of_float32(last: str) -> None:
+    model = model_of(Linear(K, N), LAST[last]()).float()
+    exact, x = nn.Sequential(*copy.deepcopy(list(model))).double(), rows(300).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        step(torch.compile(Doubled(model), fullgraph=True), x)
+    step(Doubled(exact), x.double())
+    sums = model[0].bias.grad
+    assert not torch.equal(sums, sums.bfloat16().float())
+    assert (sums.double() - exact[0].bias.grad).norm() <= 1e-2 * exact[0].bias.grad.norm()
+
+
 def test_products_quantize_a_gradient_that_is_summed_for_a_bias() -> None:
     """A compiler would join both reductions, see `lokakern.nn.inductor`."""
     layer = layer_of((BY_ROW, BY_ROW, BY_ROW), n=K, bias=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import pickle
 import weakref
 from collections.abc import Callable
@@ -315,6 +316,13 @@ def test_plans_are_those_of_modules_in_a_sequence() -> None:
     assert not planned_tails(found_tails(model), model, has_relus=True, is_joined=True)[1].plan
     assert found_tails(model.float())  # for autocast
     assert not found_tails(model.double())
+
+
+def test_layers_without_a_bias() -> None:
+    model = Block(of_modules).bfloat16()
+    for layer in (model.fc, model.back, *model.layers, model.deep[2], model.plain[1]):
+        layer.bias = None
+    assert [tail.names for tail in found_tails(model)] == [("fc", "norm", "relu")]
 
 
 def reads_twice(s: Any, x: Tensor) -> Any:
@@ -773,6 +781,8 @@ def test_copies_and_pickles_and_states() -> None:
     assert list(model.state_dict()) == keys
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert crossed_of(other).module is other
+        assert inspect.signature(other.forward) == inspect.signature(model.forward)
+        assert other.forward.__code__ is model.forward.__code__  # that of its class
         torch._dynamo.reset()
         assert calls_of(compiled(other, fullgraph=True), x) == 4
         for one, its in zip(trained(model, x), trained(other, x), strict=True):
