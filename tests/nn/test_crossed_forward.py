@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from lokakern import mods, numerics
 from lokakern.errors import UnsupportedError
@@ -23,6 +24,8 @@ from lokakern.nn.crossed_forward import (
     set_crosses,
 )
 from lokakern.nn.linear import Linear
+from lokakern.nn.rectified import ALWAYS
+from lokakern.nn.tail import Tail
 from lokakern.nn.traced_forward import traced
 from lokakern.types import Granularity
 from tests.support import native
@@ -303,8 +306,6 @@ def test_a_dynamic_m_without_steps_has_the_bits_of_the_expression(kind: str) -> 
 def test_compiled_modules_have_one_op_for_each_cross(
     kind: str, backend: str, wraps: tuple[bool, ...]
 ) -> None:
-    from torch._dynamo.testing import CompileCounterWithBackend
-
     count = KINDS[kind][2]
     for wrap in wraps:
         model, x = crossed(kind), rows()
@@ -317,10 +318,43 @@ def test_compiled_modules_have_one_op_for_each_cross(
         assert counter.graphs[0].code.count("ops.lokakern.routed_chain") == count
 
 
+class WithRelu(nn.Module):
+    """A cross, and a layer with a relu."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = Linear(N, N), Linear(N, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(x * self.a(x) + x).relu()  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def test_crosses_and_tails_share_a_forward(calls: list[Any]) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, x = WithRelu().bfloat16(), rows()
+    tail = Tail(("b", "relu()"), ALWAYS, "")
+    set_crosses(model, [Cross(("a",), PLAN)], "", [tail])
+    y = model(x)
+    assert len(calls) == 1 and not torch.equal(y, original(model, x))
+    counter = CompileCounterWithBackend("eager")
+    run = torch.compile(model, backend=counter, fullgraph=True, dynamic=False)
+    for crosses, tails, counts in (
+        ([PLAN], [tail], (1, 1)), ([PLAN], [tail._replace(rectified="")], (1, 0)),
+        ([""], [tail], (0, 1)), ([PLAN], [], (1, 0)), ([], [tail], (0, 1)),
+    ):  # fmt: skip
+        set_crosses(model, [Cross(("a",), plan) for plan in crosses], "", tails)
+        assert torch.equal(run(x), model(x)) and torch.equal(model(x), y) == counts[0]
+        code = counter.graphs[-1].code
+        found = (code.count("ops.lokakern.routed_chain"), code.count("_addmm_activation"))
+        assert found == counts
+    remove_crosses(model)
+    assert torch.equal(run(x), model(x)) and "forward" not in vars(model)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_graph_of_dynamic_m(kind: str) -> None:
-    from torch._dynamo.testing import CompileCounterWithBackend
-
     model = crossed(kind)
     with torch.no_grad():
         torch._dynamo.reset()
@@ -390,8 +424,6 @@ def test_compiled_copies_run_their_crosses(monkeypatch: pytest.MonkeyPatch) -> N
 @torch.no_grad()
 def test_a_compiled_module_follows_plans() -> None:
     model, x = crossed(), rows()
-    from torch._dynamo.testing import CompileCounterWithBackend
-
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(nn.Sequential(model), backend=counter, fullgraph=True, dynamic=False)
