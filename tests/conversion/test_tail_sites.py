@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import lokakern
 from lokakern import mods
+from lokakern.conversion import convert as conversion
 from lokakern.conversion.convert import Conversion
 from lokakern.conversion.tune import Tuning, tune
 from lokakern.nn.crossed_forward import crossed_of
@@ -27,6 +28,7 @@ from tests.conversion.test_relus import ReluScript, predicted
 from tests.conversion.test_tune import M, On
 from tests.support.conversions import H200, K, N, measured
 from tests.support.measurements import Book, time
+from tests.support.routed_layers import is_quantized
 
 INPUT = torch.randn(M, K, generator=torch.Generator().manual_seed(0)).bfloat16()
 convert = functools.partial(lokakern.convert, distribution="X1", device=H200)
@@ -188,6 +190,12 @@ def test_refreshes_and_changes_of_the_model(known: Book) -> None:
     assert handle.joined == {k: v for k, v in JOINED.items() if k != "mask.down"}
     handle.refresh(None)
     assert len(handle.joined) == 3
+    model.mask.norm = nn.Identity()  # the tail is gone
+    handle.use_routes({}, has_relus=False)
+    handle.use_routes({}, has_relus=True)
+    assert is_own(model) and not handle.joined
+    handle.refresh()
+    assert list(handle.joined) == ["mask.up", "mask.first"]
     del model.mask.down
     handle.use_routes({}, has_relus=False)
     handle.use_routes({}, has_relus=True)
@@ -265,6 +273,21 @@ def test_products_with_parameters_and_tails_share_a_forward(known: Book) -> None
     assert torch.equal(model(x), quantized) and not torch.equal(quantized, plain)
     handle.undo()
     assert is_own(model)
+
+
+def test_eager_calls_run_a_quantized_product_beside_a_tail(
+    known: Book, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conversion, "routes_of", is_quantized)
+    model = Both().bfloat16()
+    plain = model(INPUT)
+    handle = convert(model, 0.06, filter=lambda module, _: not isinstance(module, nn.Linear))
+    assert not handle.joined and not torch.equal(model(INPUT), plain)
+    quantized = model(INPUT)
+    handle.undo()
+    handle = convert(model, 0.06)
+    model.fc.take_routes(("", "", ""), model.fc.weight)
+    assert handle.joined and torch.equal(model(INPUT), quantized)
 
 
 def test_a_forward_that_cannot_be_traced_is_left_alone_without_a_warning(
