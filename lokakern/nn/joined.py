@@ -18,7 +18,6 @@ from torch.nn import Parameter
 from torch.nn.functional import hardswish, layer_norm, relu, rms_norm, silu
 
 from lokakern.nn.autocast import CAST, is_in_bfloat16
-from lokakern.nn.block_rms_norm import BlockRMSNorm, block_rms_norm
 from lokakern.nn.chain_call import has_own_call, is_usual
 from lokakern.nn.linear import ALTERED, Linear, fuse_quantizers
 from lokakern.nn.norm_gradient import is_fast, takes
@@ -29,16 +28,16 @@ from lokakern.nn.routed_matmul import OPS
 # 0.71 to 0.99 times as long with it at 128 to 2048 columns and 512 to 32768 rows, and at 4096
 # columns 0.98 to 1.08.
 LONGEST_ROW = 2048
-BLOCKS = (8, 16, 32, 64, 128, 256)  # columns of such a block that the kernel takes
-NORMS = (nn.LayerNorm, nn.RMSNorm, BlockRMSNorm)
+# Behind a norm the op pays by the sums for vectors. With one or none such steps take 1.02 to 1.09
+# times as long with it (1024 columns, 8192 rows), with two or more 0.85 to 0.89.
+FEWEST_VECTORS = 2
+NORMS = (nn.LayerNorm, nn.RMSNorm)
 ACTIVATIONS: dict[type[nn.Module], str] = {
     nn.ReLU: "relu",
     nn.Hardswish: "hardswish",
     nn.SiLU: "silu",
 }
 _APPLY = {"none": None, "relu": relu, "hardswish": hardswish, "silu": silu}
-_BLOCK_NORM = "block_rms("
-_FLOAT32 = ("layer", "rms")  # norms that autocast computes in float32
 _SUMMED = (bfloat16, float32)  # dtypes of vectors for which kernels add up sums
 
 
@@ -63,7 +62,8 @@ def joined_between(sequence: nn.Sequential) -> tuple[str, ...]:
 def joined_at(layer: nn.Module, norm: nn.Module | None, activation: str) -> str:
     """The text of `joined_between` for a layer, or "".
 
-    Without a norm there has to be a bias, else nothing is summed, and an activation.
+    Without a norm there has to be a bias, else nothing is summed, and an activation; with a norm
+    at least `FEWEST_VECTORS` of a bias and the norm's weight and bias.
 
     Args:
         layer: A module.
@@ -79,12 +79,10 @@ def joined_at(layer: nn.Module, norm: nn.Module | None, activation: str) -> str:
     if norm is None:
         return f"none {activation}" if layer.bias is not None and activation != "none" else ""
     kind, of_norm, _ = _norm_of(norm)
-    is_of_blocks = type(norm) is BlockRMSNorm and norm.block != columns
-    if is_of_blocks and norm.block not in BLOCKS:
+    vectors = (layer.bias, *norm.parameters())
+    if sum(vector is not None for vector in vectors) < FEWEST_VECTORS:
         return ""
-    if columns != of_norm or not (is_of_blocks or columns <= LONGEST_ROW):
-        return ""
-    return f"{kind} {activation}" if kind else ""
+    return f"{kind} {activation}" if kind and columns == of_norm <= LONGEST_ROW else ""
 
 
 def read_by(readers: Sequence[nn.Module], text: str) -> str:
@@ -98,7 +96,7 @@ def read_by(readers: Sequence[nn.Module], text: str) -> str:
         text: The text, or "".
     """
     is_cast = bool(readers) and all(isinstance(reader, nn.Linear) for reader in readers)
-    return f"{text} linear" if is_cast and text.startswith(_FLOAT32) else text
+    return f"{text} linear" if is_cast and text and not text.startswith("none") else text
 
 
 def _norm_of(norm: nn.Module) -> tuple[str, int, float]:
@@ -106,8 +104,6 @@ def _norm_of(norm: nn.Module) -> tuple[str, int, float]:
 
     The name is "" of other modules.
     """
-    if type(norm) is BlockRMSNorm:
-        return norm.norm_name, norm.columns, norm.eps
     if type(norm) is nn.LayerNorm and len(norm.normalized_shape) == 1:
         return "layer", norm.normalized_shape[0], norm.eps
     if type(norm) is nn.RMSNorm and len(norm.normalized_shape) == 1:
@@ -195,7 +191,7 @@ def multiply_with_norm(
             return None
     if type(layer.weight) is not Parameter or x.shape[-1] != layer.in_features or x.dim() < 2:
         return None
-    is_wide = kind in _FLOAT32 and not reader
+    is_wide = norm is not None and not reader
     if not joined_way(layer.out_features, x.dtype, layer.weight.dtype, x.device.type, is_wide):
         return None
     shape = (*x.shape[:-1], layer.out_features)
@@ -242,8 +238,6 @@ class JoinedGradients(torch.autograd.Function):
             z = layer_norm(y, columns, weight, shift, eps)
         elif kind == "rms":
             z = rms_norm(y, columns, weight, eps)
-        elif kind != "none":
-            z = block_rms_norm(y, int(kind[len(_BLOCK_NORM) : -1]), eps)
         last = _APPLY[activation]
         z = z if last is None else last(z)
         # Of a relu alone the output, which the next layer keeps, too; a copy, which Inductor

@@ -76,19 +76,16 @@ def test_where_gradients_are_joined() -> None:
         assert joined_between(nn.Sequential(layer.bfloat16(), nn.SiLU())) == ("", "")
     assert joined_between(nn.Sequential(Linear(K, N).bfloat16(), nn.GELU())) == ("", "")
     norms = (
-        nn.LayerNorm(K), nn.RMSNorm(K), BlockRMSNorm(K, 8), nn.LayerNorm((1, N)),
-        nn.RMSNorm((1, N)), BlockRMSNorm(N, 4), nn.BatchNorm1d(N),
+        nn.LayerNorm(K), nn.RMSNorm(K), nn.LayerNorm((1, N)), nn.RMSNorm((1, N)),
+        nn.LayerNorm(N, elementwise_affine=False), BlockRMSNorm(N, 8), nn.BatchNorm1d(N),
     )  # fmt: skip
     for norm in norms:  # the first is of K columns of rows of N, seen as more rows
         assert not any(joined_between(nn.Sequential(Linear(K, N), norm, nn.ReLU()).bfloat16()))
     wide = 2 * joined.LONGEST_ROW
-    for norm in (nn.LayerNorm(wide), nn.RMSNorm(wide), BlockRMSNorm(wide, wide)):
+    for norm in (nn.LayerNorm(wide), nn.RMSNorm(wide)):
         assert not any(joined_between(nn.Sequential(Linear(8, wide), norm).bfloat16()))
-    found = joined_between(nn.Sequential(Linear(8, wide), BlockRMSNorm(wide, 256)).bfloat16())
-    assert found == ("block_rms(256) none", "")
-    assert not any(joined_between(nn.Sequential(Linear(8, 96), BlockRMSNorm(96, 48)).bfloat16()))
-    found = joined_between(nn.Sequential(Linear(8, 96), BlockRMSNorm(96, 96)).bfloat16())
-    assert found == ("block_rms(96) none", "")
+    alone = nn.Sequential(Linear(K, N, bias=False), nn.RMSNorm(N)).bfloat16()
+    assert not any(joined_between(alone))  # one sum is left to the compiler
     assert any(joined_between(nn.Sequential(Linear(K, N), nn.ReLU())))  # float32, for autocast
     assert not any(joined_between(nn.Sequential(Linear(K, N), nn.ReLU()).double()))
     for columns in (N + 1, norm_gradient.LONGEST_ROW + norm_gradient.CHUNK):  # of no kernel
@@ -130,8 +127,6 @@ NORMS: dict[str, Callable[[int], nn.Module]] = {
     "rms": nn.RMSNorm,
     "rms eps": lambda n: nn.RMSNorm(n, eps=0.1),
     "rms without vectors": lambda n: nn.RMSNorm(n, elementwise_affine=False),
-    "blocks": lambda n: BlockRMSNorm(n, 8),
-    "row": lambda n: BlockRMSNorm(n, n, eps=0.01),
 }
 LAST: dict[str, Callable[[], nn.Module]] = {
     "relu": nn.ReLU, "hardswish": nn.Hardswish, "silu": nn.SiLU,
@@ -141,15 +136,16 @@ LAST: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("norm", NORMS)
 def test_every_norm_with_every_activation(norm: str, bias: bool) -> None:
-    """Also of 24 and 200 columns."""
+    """Also of 24 and 200 columns. With two vectors and more one op computes their gradients."""
     make = NORMS[norm]
+    count = 4 * (bias + len(list(make(8).parameters())) >= 2)
     torch.manual_seed(0)
     model = model_of(
         Linear(K, 200, bias=bias), make(200), nn.ReLU(), Linear(200, 24, bias=bias), make(24),
         nn.Hardswish(), Linear(24, 64, bias=bias), make(64), nn.SiLU(inplace=True),
         Linear(64, 40, bias=bias), make(40),
     )  # fmt: skip
-    check(model, rows(130) if bias else rows(130).view(2, 65, K), 4, factor=2.0)
+    check(model, rows(130) if bias else rows(130).view(2, 65, K), count, factor=2.0)
 
 
 @pytest.mark.parametrize("last", LAST)
@@ -160,7 +156,7 @@ def test_an_activation_alone(last: str) -> None:
     check(model, rows(130), 2)
 
 
-@pytest.mark.parametrize("norm", ["layer", "rms", "blocks", "none"])
+@pytest.mark.parametrize("norm", ["layer", "rms", "none"])
 def test_empty_batches(norm: str) -> None:
     norms = [NORMS[norm](N)] if norm != "none" else []
     model = model_of(Linear(K, N), *norms, nn.Hardswish(), Linear(N, 8))
@@ -179,17 +175,21 @@ def test_an_rms_norm_without_eps_has_that_of_float32() -> None:
     check(model, rows(48), 1)
 
 
-@pytest.mark.parametrize("norm", ["layer weight", "rms", "blocks"])
+@pytest.mark.parametrize("norm", ["layer", "layer weight", "rms"])
 def test_a_layer_whose_input_and_weight_need_no_gradient(norm: str) -> None:
-    model = model_of(Linear(K, N, bias=False), NORMS[norm](N), nn.SiLU(), Linear(N, 8))
+    model = model_of(Linear(K, N, norm != "layer"), NORMS[norm](N), nn.SiLU(), Linear(N, 8))
     model[0].weight.requires_grad_(False)
     plain = nn.Sequential(*copy.deepcopy(list(model)))
+    exact = copy.deepcopy(plain).double()
     y = step(compiled(model, fullgraph=True), rows(48))
     assert torch.equal(y, step(compiled(plain, fullgraph=True), rows(48)))
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+    step(exact, rows(48).double())
+    every = zip(*(each.parameters() for each in (model, plain, exact)), strict=True)
+    for one, other, right in every:
         assert (one.grad is None) == (other.grad is None)
-        if one.grad is not None and other.grad is not None:
-            assert (one.grad - other.grad).norm() <= 0.01 * other.grad.norm()
+        if one.grad is not None and other.grad is not None and right.grad is not None:
+            error, rounding = (x.double() - right.grad for x in (one.grad, other.grad))
+            assert error.norm() <= 1.2 * rounding.norm() + 1e-3 * right.grad.norm()
 
 
 def test_a_relu_alone_has_the_bits_of_the_modules_and_sums_in_the_order_of_kernels() -> None:
@@ -232,8 +232,8 @@ class Residual(nn.Module):
 @pytest.mark.parametrize(
     ("norm", "activation", "bias"),
     [
-        ("layer", "relu", True), ("rms", "silu", False), ("block_rms(8)", "hardswish", False),
-        ("rms", None, True), ("none", "relu", True), ("none", "silu", True),
+        ("layer", "relu", True), ("layer", "silu", False), ("rms", None, True),
+        ("none", "relu", True), ("none", "silu", True),
     ],
 )  # fmt: skip
 def test_a_layer_with_its_own_norm(
@@ -426,10 +426,10 @@ def test_an_exported_model_may_be_trained() -> None:
     assert exported.get_parameter("0.bias").grad is not None
 
 
-@pytest.mark.parametrize("norm", ["layer", "rms", "rms eps", "blocks", "row"])
+@pytest.mark.parametrize("norm", ["layer", "rms", "rms eps"])
 def test_dynamic_rows(norm: str) -> None:
     model = model_of(
-        Linear(K, N), NORMS[norm](N), nn.ReLU(), Linear(N, K, bias=False), NORMS[norm](K),
+        Linear(K, N), NORMS[norm](N), nn.ReLU(), Linear(N, K), NORMS[norm](K),
         nn.SiLU(), Linear(K, N), nn.Hardswish(), Linear(N, K), NORMS[norm](K),
     )  # fmt: skip
     run = compiled(model, fullgraph=True, dynamic=True)
@@ -609,8 +609,8 @@ def test_a_compiled_training_step_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> N
     for module in (joined, rectified):
         monkeypatch.setattr(module, "is_fast", norm_gradient.is_fast)
     model = model_of(
-        *usual(), nn.RMSNorm(K), Linear(K, N, bias=False), BlockRMSNorm(N, 64), nn.Hardswish(),
-        Linear(N, K), nn.Hardswish(), Linear(K, N, bias=False), nn.RMSNorm(N), nn.SiLU(),
+        *usual(), nn.RMSNorm(K), Linear(K, N, bias=False), nn.LayerNorm(N), nn.Hardswish(),
+        Linear(N, K), nn.Hardswish(), Linear(K, N), nn.RMSNorm(N), nn.SiLU(),
     ).cuda()  # fmt: skip
     plain = nn.Sequential(*copy.deepcopy(list(model)))
     x = rows(256).cuda().requires_grad_()
