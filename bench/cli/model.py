@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 ALL = "zoo"
-OF_ZOO = ("batches", "modes", "time_limit", "jobs")
+OF_ZOO = ("batches", "modes", "autocast", "time_limit", "jobs")
 NOT_OF_ZOO = ("size", "steps", "batch", "seeds", "arm", "most_rows", "whole", "suite")
 
 
@@ -85,6 +85,12 @@ def model(
     modes: Annotated[
         str, typer.Option(help="With zoo: some of graph, compiled and eager.")
     ] = "graph,compiled,eager",
+    autocast: Annotated[
+        bool,
+        typer.Option(
+            "--autocast", help="With zoo: float32 parameters under autocast, instead of bfloat16."
+        ),
+    ] = False,
     time_limit: Annotated[
         float | None,
         typer.Option(min=0, help="With zoo: seconds after which no new cell begins (exit code 3)."),
@@ -134,7 +140,8 @@ def model(
         models = tuple(ZOO) if name == ALL else (name,)
         with reading(db):
             print_zoo(
-                models, numbers(batches), words(modes), device, budget, training=training, out=out,
+                models, numbers(batches), words(modes), device, budget, training=training,
+                autocast=autocast, out=out,
                 time_limit_s=time_limit, jobs=jobs, database=db, how=how, quiet=quiet,
             )  # fmt: skip
         return

@@ -46,6 +46,7 @@ def print_zoo(
     budget: float,
     *,
     training: bool | None,
+    autocast: bool,
     out: Path | None,
     time_limit_s: float | None,
     jobs: int,
@@ -70,7 +71,7 @@ def print_zoo(
         raise typer.BadParameter(
             f"{','.join(modes)!r}: expected some of {', '.join(MODES)}", param_hint="--modes"
         )
-    cells = cells_of(models, batches, training)
+    cells = cells_of(models, batches, training, autocast)
     rows: list[Row] = []
     lost: DeviceLostError | None = None
     try:

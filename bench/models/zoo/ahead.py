@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
 from typing import Any
@@ -23,6 +24,7 @@ def compile_ahead(
     budget: float,
     jobs: int,
     *,
+    end: float | None = None,
     database: str | None = None,
     say: Callable[[str], None] = lambda _text: None,
     made: Callable[[int], Executor] | None = None,
@@ -36,6 +38,7 @@ def compile_ahead(
         device: Where they will run, such as "cuda".
         budget: As of `lokakern.bench.models.zoo.cell.measure`.
         jobs: Processes.
+        end: Of the clock `time.monotonic`; no cell begins after it.
         database: What these read beside the shipped files; None: as this process by default.
         say: Called with progress messages.
         made: Makes the processes; None: each compiles one cell.
@@ -57,6 +60,8 @@ def compile_ahead(
                 why = f": {status_and_reason(error)[1]}"
             say(f"compiled {place + 1}/{len(asked)}: {cell.model}, batch {cell.batch}, "
                 f"{cell.step}{why}")  # fmt: skip
+            if end is not None and time.monotonic() >= end:
+                break
     finally:
         executor.shutdown(cancel_futures=True)  # after an interruption
 

@@ -2,7 +2,8 @@
 
 Both copies live in one process and their replays alternate, so that heating, throttling and the
 host's load affect both. A training step is a forward and a backward pass without an optimizer,
-whose time would be equal in both. Parameters and inputs are bfloat16.
+whose time would be equal in both. Parameters and inputs are bfloat16; under autocast parameters
+are float32.
 """
 
 from __future__ import annotations
@@ -50,11 +51,13 @@ class Cell:
     model: str  # name in `ZOO`
     batch: int  # rows of its inputs
     training: bool  # whether a step is a training step or a prediction
+    autocast: bool = False  # whether parameters are float32, and autocast to bfloat16
 
     @property
     def step(self) -> str:
-        """The step in a word."""
-        return "train" if self.training else "infer"
+        """The step in words."""
+        word = "train" if self.training else "infer"
+        return f"{word}, autocast" if self.autocast else word
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,7 @@ class Row:
 
     model: str
     batch: int
-    step: str  # "infer" or "train"
+    step: str  # of `Cell`
     mode: str  # one of `MODES`
     speedup: float | None = None  # median of bfloat16's time over the converted model's, by rounds
     speedup_margin: float | None = None  # half of its 95 % interval
@@ -186,7 +189,8 @@ class _Pair:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = ZOO[self.cell.model].build()
-        model = model.to(self.device, torch.bfloat16)
+        dtype = torch.float32 if self.cell.autocast else torch.bfloat16
+        model = model.to(self.device, dtype)
         return model.train() if self.cell.training else model.eval().requires_grad_(False)
 
     def _products_of(
@@ -194,7 +198,7 @@ class _Pair:
     ) -> tuple[int, int, torch.Size]:
         """The number of products in a step, of quantized ones, and the shape of the logits."""
         layers = {name: site.module for name, site in conversion.sites.items()}
-        with torch.no_grad(), counted(layers) as calls:
+        with torch.no_grad(), self._cast(), counted(layers) as calls:
             shape = model(*self.batches[0]).shape
         products = quantized = 0
         for (name, rows), count in calls.items():
@@ -256,17 +260,22 @@ class _Pair:
                 raise MeasurementError(f"{found.name}: {found.note}")
         return found
 
+    def _cast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.cell.autocast)
+
     @torch.no_grad()
     def _predicted(
         self, model: Any, batch: Sequence[Tensor], _parameters: Sequence[nn.Parameter]
     ) -> None:
-        model(*batch)
+        with self._cast():
+            model(*batch)
 
     def _trained(
         self, model: Any, batch: Sequence[Tensor], parameters: Sequence[nn.Parameter]
     ) -> None:
         for parameter in parameters:
             parameter.grad = None
-        logits = model(*map(sent, batch))
+        with self._cast():
+            logits = model(*map(sent, batch))
         loss = F.binary_cross_entropy_with_logits(logits.float(), self.labels)
         loss.backward()  # type: ignore[no-untyped-call]

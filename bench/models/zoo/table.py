@@ -29,13 +29,16 @@ FILE = "zoo.jsonl"
 SOURCES = (".py", ".cu", ".cuh", ".hip", ".hpp", ".cpp", ".h")
 
 
-def cells_of(models: Sequence[str], batches: Sequence[int], training: bool | None) -> list[Cell]:
+def cells_of(
+    models: Sequence[str], batches: Sequence[int], training: bool | None, autocast: bool = False
+) -> list[Cell]:
     """Cells in the order of measurement: by batch size, then prediction, then training.
 
     Args:
         models: Names in `ZOO`.
         batches: Batch sizes.
         training: Whether steps are training steps, or predictions; None is both.
+        autocast: As of `Cell`.
 
     Raises:
         UnknownNameError: A model is unknown.
@@ -46,7 +49,9 @@ def cells_of(models: Sequence[str], batches: Sequence[int], training: bool | Non
             f"the zoo has no {', '.join(unknown)}; expected some of {', '.join(ZOO)}"
         )
     steps = (False, True) if training is None else (training,)
-    return [Cell(name, batch, step) for batch in batches for step in steps for name in models]
+    return [
+        Cell(name, batch, step, autocast) for batch in batches for step in steps for name in models
+    ]
 
 
 def run(
@@ -88,7 +93,7 @@ def run(
                 for cell in cells]  # fmt: skip
         compile_ahead(
             [(cell, some) for cell, some in left if some], device.type, budget, jobs,
-            database=database, say=say,
+            end=end, database=database, say=say,
         )  # fmt: skip
     for place, cell in enumerate(cells):
         asked = {mode: known.get((cell.model, cell.batch, cell.step, mode)) for mode in modes}

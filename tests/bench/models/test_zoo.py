@@ -67,6 +67,23 @@ def rows_of(name: str, batch: int, training: bool, modes: tuple[str, ...]) -> li
 
 @pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize("training", [False, True])
+def test_a_cell_under_autocast_has_float32_parameters(training: bool) -> None:
+    cell = Cell("deep", 16, training, autocast=True)
+    assert cell.step == ("train, autocast" if training else "infer, autocast")
+    pair = cells._Pair(cell, CPU, 0.06, ("eager",))
+    assert {p.dtype for model in pair.models.values() for p in model.parameters()} == {
+        torch.float32
+    }
+    seen: list[torch.dtype] = []
+    pair.models[""][0].register_forward_hook(lambda _m, _x, y: seen.append(y.dtype))
+    pair._stepper("", "eager", 1).step()
+    assert set(seen) == {torch.bfloat16}
+    (row,) = measure(cell, ("compiled",), CPU, 0.06)
+    assert row.error == "" and row.step == cell.step
+
+
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("name", TINY)
 def test_a_cell_has_a_row_for_each_mode(name: str, training: bool) -> None:
     rows = rows_of(name, 32, training, MODES)
@@ -355,6 +372,12 @@ def test_a_cell_that_fails_to_compile_is_told(monkeypatch: pytest.MonkeyPatch) -
     )
     assert len(told) == 2 and sum("KeyError" in text for text in told) == 1
     assert told[-1].startswith("compiled 2/2: ")
+    del told[:]
+    ahead.compile_ahead(
+        asked, "cuda", 0.06, 2, end=0.0, database="mine.sqlite", say=told.append,
+        made=concurrent.futures.ThreadPoolExecutor,
+    )  # fmt: skip
+    assert len(told) == 1  # no cell begins after the end, which has passed
 
 
 def test_only_what_is_missing_is_compiled_ahead(
@@ -394,6 +417,8 @@ def test_one_command_prints_one_table(tmp_path: Path) -> None:
     assert facts["table"][0]["model"] == "deep" and facts["budget"] == 0.06
     (first,) = {line.split("│")[3].strip() for line in lines[:1]}
     assert first == f"{facts['table'][0]['compiled']:.3f}"
+    cast = called("deep", "--batches", "16", "--modes", "eager", "--train", "--autocast", "--json")
+    assert [row["step"] for row in json.loads(cast.stdout)["rows"]] == ["train, autocast"]
     one = called("hstu", "--batches", "16", "--modes", "graph", "--infer", "--quiet")
     assert one.exit_code == 5 and "graph needs a GPU" in one.stdout
 
@@ -415,6 +440,7 @@ def test_a_time_limit_has_its_exit_code(asked: list[tuple[str, tuple[str, ...]]]
         (("zoo", "--steps", "3"), "goes without a model of the zoo"),
         (("zoo", "--suite", "x.toml"), "sweep --suite zoo"),
         (("dlrm", "--batches", "512"), "goes with a model of the zoo"),
+        (("dlrm", "--autocast"), "goes with a model of the zoo"),
         (("zoo", "--batches", "512,x"), "is no list of batch sizes"),
         (("zoo", "--batches", "0"), "is no list of batch sizes"),
         (("zoo", "--modes", "graphs"), "expected some of graph"),
