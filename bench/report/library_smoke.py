@@ -1,9 +1,10 @@
 """Smoke tests of installed libraries and plugins, each in its own processes.
 
 A process imports the library, then times each of its kernels on a small supported problem and
-checks the result, as a sweep does; those of a plugin also on one with a bias and sizes that fill no
-tile. It announces each step: if it dies or hangs, its last message names the kernel, and another
-process continues with the remaining kernels.
+checks the result, as a sweep does; on a CPU, whose times say nothing, it only launches it twice.
+Kernels of a plugin also run on a problem with a bias and sizes that fill no tile, and on zeros, NaN
+and infinity. The process announces each step: if it dies or hangs, its last message names the
+kernel, and another process continues with the remaining kernels.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import IO, Any
+from dataclasses import dataclass, replace
+from typing import IO, TYPE_CHECKING, Any
 
 from lokakern.build.empty_operands import named_operands
 from lokakern.device import current_device
@@ -27,7 +28,11 @@ from lokakern.registry import libraries, register
 from lokakern.registry.libraries import LIBRARIES, LONGEST_WHY, Library, Trial
 from lokakern.registry.register import KERNELS, Kernel
 from lokakern.triton_interpreter import is_interpreted
-from lokakern.types import Device, Format, Granularity, Layout, Operand, Problem, Rejected
+from lokakern.types import Device, Format, Granularity, Layout, Operand, Rejected
+
+if TYPE_CHECKING:
+    from lokakern.workloads.distributions import LearnedDistribution
+    from lokakern.workloads.gemm_cases import Case
 
 # Longest silence, in seconds: a library may compile its kernels at the first launch.
 PATIENCE_S = 300.0
@@ -43,6 +48,8 @@ BACKWARD = (2048, 512, 256)  # for gradients and batches, if a kernel supports n
 NO_GPU = "0 active drivers"  # says Triton without one
 EPILOGUES = ("bias+layer+affine", "block_rms(64)+hardswish")
 NORMS = ("layer+affine", "rms+affine")  # rowwise norms with bfloat16 output
+# Ops whose contract says what becomes of zeros, NaN and infinity.
+EDGED = ("quantize", "quantize_transpose", "scaled_gemm")
 
 
 def known() -> list[Library]:
@@ -269,10 +276,11 @@ def _first_line(error: BaseException) -> str:
 
 def _outcome_of(kernel: Kernel) -> str:
     """The fault of a kernel, `RIGHT`, or `IDLE` and why it supports none of the problems."""
-    from lokakern.measure.time_problem import time_case
+    from lokakern.measure.operands import QUANTIZERS
     from lokakern.problems import make_problem
     from lokakern.registry.register import fp8_format
-    from lokakern.selection.dispatcher import default_regime
+    from lokakern.workloads.distributions import learned
+    from lokakern.workloads.edge_values import EDGE_ROWS, ONLY_TINY, ONLY_ZEROS
     from lokakern.workloads.gemm_cases import Case, fused_case, shape_cases
     from lokakern.workloads.gemm_gradient_cases import (
         grad_input_cases,
@@ -295,7 +303,10 @@ def _outcome_of(kernel: Kernel) -> str:
         )
         cases.append(Case(problem, "X1"))
     tails: list[Case] = []
+    edges: tuple[LearnedDistribution, ...] = ()
     if libraries.named(kernel.library).is_plugin:
+        if kernel.op in EDGED:
+            edges = (EDGE_ROWS, ONLY_ZEROS, ONLY_TINY) if kernel.op in QUANTIZERS else (EDGE_ROWS,)
         tails += shape_cases([TAILS, (TAILS[0], TAILS[2])], fp8)
         if kernel.op == "scaled_gemm":  # with the scales that it declares, and a bias
             operands = {"a": Operand(fp8, kernel.granularity),
@@ -304,6 +315,7 @@ def _outcome_of(kernel: Kernel) -> str:
             tails = [Case.of(kernel.op, TAILS, "X1", **operands, epilogue=epilogue)
                      for epilogue in ("bias", "none")]  # fmt: skip
     outcome = idle = ""
+    last: Case | None = None  # with the fewest elements, and a bias, of those that it supports
     for some in (cases, tails):
         for case in some:
             try:
@@ -314,17 +326,35 @@ def _outcome_of(kernel: Kernel) -> str:
                 if case.problem.op == kernel.op and not idle:
                     idle = f"{IDLE}{answer.reason} ({case.problem})"
                 continue
-            (record,) = time_case(case, [kernel], device, default_regime(device))
-            if record.status != "ok":
-                return _fault(record.status, record.reason, case.problem)
-            outcome = RIGHT
+            fault = _fault_at(case, kernel, device)
+            if fault:
+                return fault
+            outcome, last = RIGHT, case
             break
+    if last is not None:
+        with learned(*edges):
+            for edge in edges:
+                fault = _fault_at(replace(last, distribution=edge.name), kernel, device)
+                if fault:
+                    return fault
     return outcome or idle or f"{IDLE}none was of {kernel.op}"
 
 
-def _fault(status: str, reason: str, problem: Problem) -> str:
-    """What went wrong, at which problem, with the shapes of all operands and scales."""
+def _fault_at(case: Case, kernel: Kernel, device: Device) -> str:
+    """What went wrong at a case, with the shapes of all operands and scales, or ""."""
+    from lokakern.measure.time_problem import check_case, time_case
+    from lokakern.selection.dispatcher import default_regime
+    from lokakern.workloads.distributions import DISTRIBUTIONS
+
+    if device.is_gpu:
+        (record,) = time_case(case, [kernel], device, default_regime(device))
+    else:
+        record = check_case(case, kernel, device)
+    if record.status == "ok":
+        return ""
+    reason, problem = record.reason, case.problem
     if NO_GPU in reason and not is_interpreted():
         reason = "Triton finds no GPU: set TRITON_INTERPRET=1 to run its kernels on a CPU"
     shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in named_operands(problem).items())
-    return f"{status}: {reason[: LONGEST_WHY // 2]} at {problem}: {shapes}"
+    values = "" if case.distribution in DISTRIBUTIONS else f" with {case.distribution}"
+    return f"{record.status}: {reason[: LONGEST_WHY // 2]} at {problem}{values}: {shapes}"

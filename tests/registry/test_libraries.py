@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -14,7 +15,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+from lokakern import numerics
 from lokakern.bench.report import library_smoke
 from lokakern.device import current_device
 from lokakern.problems import make_problem
@@ -24,6 +28,7 @@ from lokakern.registry.register import KERNELS, Kernel, load_kernels
 from lokakern.registry.schema.records import KernelRow
 from lokakern.registry.staleness import is_current
 from lokakern.types import (
+    ACCEPTED,
     Accepted,
     Device,
     Format,
@@ -329,6 +334,43 @@ def test_a_trial_in_the_interpreter_holds_only_there(
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     assert libraries.trial_of(library, here) is None
     assert library_smoke.state_of(library, here)[0] == "untried"  # not "changed"
+
+
+def breaking(rule: str) -> Callable[..., None]:
+    """A launcher of quantizers that keeps all rules of the contract but one."""
+
+    def launch(x: Tensor, data: Tensor, scale: Tensor, _workspace: tuple[()]) -> None:
+        wide = x.float()
+        finite = wide.isfinite()
+        counted = finite | (rule == "finite amax")
+        amax = torch.where(counted, wide.abs(), 0.0).amax(dim=1, keepdim=True)
+        exact = amax / torch.full_like(amax, 448.0)
+        if rule != "least scale":
+            exact = exact.clamp_min(2.0**-126)
+        scale.copy_(exact if rule == "zero amax" else torch.where(amax == 0, 1.0, exact))
+        numerics.cast(torch.where(finite | (rule == "infinity"), wide / scale, math.nan), data)
+
+    return launch
+
+
+@pytest.mark.parametrize("rule", ["", "zero amax", "finite amax", "infinity", "least scale"])
+def test_quantizers_of_plugins_are_tried_on_zeros_nan_infinity_and_tiny_values(
+    library: Library, monkeypatch: pytest.MonkeyPatch, rule: str
+) -> None:
+    monkeypatch.setattr(libraries, "trying", "some")
+    of_rows = lambda problem, _device: (  # noqa: E731
+        ACCEPTED if problem.out_granularity is Granularity.ROW else Rejected("scales of rows")
+    )
+    kernel = replace(
+        kernel_of(library), op="quantize", launch=breaking(rule), supports_problem=of_rows
+    )
+    outcome = library_smoke._outcome_of(kernel)
+    if not rule:
+        assert outcome == library_smoke.RIGHT
+        return
+    values = "tiny values and an infinity" if rule == "least scale" else "rows of zeros, NaN"
+    words = "quantize m=67 k=200 a=bfloat16 out=e4m3fn/row with "
+    assert outcome.startswith("wrong: ") and words + values in outcome, outcome
 
 
 def test_absent_and_unsuitable_libraries_are_reported() -> None:
