@@ -27,6 +27,7 @@ from lokakern.device import current_device
 from lokakern.registry import libraries, register
 from lokakern.registry.libraries import LIBRARIES, LONGEST_WHY, Library, Trial
 from lokakern.registry.register import KERNELS, Kernel
+from lokakern.sweep.parent import end_with
 from lokakern.triton_interpreter import is_interpreted
 from lokakern.types import Device, Format, Granularity, Layout, Operand, Rejected
 
@@ -148,17 +149,24 @@ class _End:
 
 def _run(name: str, done: tuple[str, ...], patience_s: float) -> _End:
     reading, writing = os.pipe()
+    sentinel, held = os.pipe()  # held by this process only, so that it closes with it
     code = (
-        f"from lokakern.bench.report.library_smoke import main; main({name!r}, {done!r}, {writing})"
+        "from lokakern.bench.report.library_smoke import main; "
+        f"main({name!r}, {done!r}, {writing}, {sentinel})"
     )
     paths = [path or os.getcwd() for path in sys.path]  # same import paths as this process
-    with tempfile.TemporaryFile() as printed, os.fdopen(reading, "rb", buffering=0) as pipe:
+    with (
+        tempfile.TemporaryFile() as printed,
+        os.fdopen(reading, "rb", buffering=0) as pipe,
+        os.fdopen(held, "wb"),
+    ):
         process = subprocess.Popen(
             [sys.executable, "-P", "-c", code], stdin=subprocess.DEVNULL, stdout=printed,
-            stderr=printed, pass_fds=(writing,), start_new_session=True,
+            stderr=printed, pass_fds=(writing, sentinel), start_new_session=True,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
         )  # fmt: skip
         os.close(writing)
+        os.close(sentinel)
         kernels: dict[str, str] = {}
         at = ""
         try:
@@ -235,14 +243,16 @@ def _last_line(printed: IO[bytes]) -> str:
 # --- in the process
 
 
-def main(name: str, done: Sequence[str], pipe: int) -> None:
+def main(name: str, done: Sequence[str], pipe: int, sentinel: int) -> None:
     """Try a library in this process, which then exits.
 
     Args:
         name: The library's name.
         done: Kernels that were tried already.
         pipe: For messages: ["launch", kernel], ["done", kernel, why], ["end", why].
+        sentinel: Of the parent, with which the group of this process ends.
     """
+    end_with(sentinel, lambda: os.killpg(0, signal.SIGKILL))
 
     def say(*words: str) -> None:
         os.write(pipe, json.dumps(words).encode()[:LONGEST_WORD] + b"\n")

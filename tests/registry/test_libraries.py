@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -241,6 +243,48 @@ def test_silence_ends_a_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     sleeps = Library(name="sleeps", packages=(Package("sleeps", "", ("sleeps",)),), is_plugin=True)
     trial = library_smoke._try(sleeps, 12)
     assert trial.why.startswith("no sign of life for 12 s when it was imported: good night")
+
+
+@pytest.mark.parametrize("word", ["SIGTERM", "SIGINT", "SIGKILL"])
+def test_a_trial_ends_with_the_process_that_asked_for_it(tmp_path: Path, word: str) -> None:
+    begun = tmp_path / "begun"
+    program = f"""
+        import os, pathlib, subprocess, sys
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        written = pathlib.Path({str(tmp_path / "written")!r})
+        written.write_text(f"{{os.getpid()}} {{child.pid}}")
+        written.rename({str(begun)!r})
+        while True:
+            pass
+    """
+    put(tmp_path, "spins", program)
+    code = """if True:
+        from lokakern.bench.report import library_smoke
+        from lokakern.registry import libraries
+        library_smoke._try(libraries.named("spins"), 300)
+    """
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, [ROOT, tmp_path]))}
+    asking = subprocess.Popen([sys.executable, "-c", code], env=environment,
+                              stderr=subprocess.DEVNULL)  # fmt: skip
+    wait_until(begun.exists)
+    asking.send_signal(getattr(signal, word))
+    assert asking.wait(60) != 0
+    for process in map(int, begun.read_text().split()):
+        wait_until(lambda process=process: has_ended(process))
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + 120
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def has_ended(process: int) -> bool:
+    """Whether a process that need not be a child is gone, or waits for its parent to notice."""
+    ran = subprocess.run(["ps", "-o", "stat=", "-p", str(process)], capture_output=True, text=True,
+                         check=False)  # fmt: skip
+    return ran.stdout.strip()[:1] in ("", "Z")
 
 
 # --- what counts where
