@@ -10,6 +10,7 @@ kernel, and another process continues with the remaining kernels.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import select
@@ -24,6 +25,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from lokakern.build.empty_operands import named_operands
 from lokakern.device import current_device
+from lokakern.errors import UnknownNameError
 from lokakern.registry import libraries, register
 from lokakern.registry.libraries import LIBRARIES, LONGEST_WHY, Library, Trial
 from lokakern.registry.register import KERNELS, Kernel
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 # Longest silence, in seconds: a library may compile its kernels at the first launch.
 PATIENCE_S = 300.0
 POLL_S = 0.2
+Say = Callable[[str], None]
 MOST_PROCESSES = 16  # crashed processes per library
 LONGEST_WORD = 8192  # bytes
 UNTRIED = ("untried", "changed, untried")
@@ -96,20 +99,31 @@ def untried(device: Device) -> list[Library]:
     return [library for library in known() if state_of(library, device)[0] in UNTRIED]
 
 
-def doubtful(device: Device) -> list[Library]:
-    """Untried libraries, and those with faults in their last trial."""
+def doubtful(device: Device, only: str | None = None) -> list[Library]:
+    """Untried libraries, and those with faults in their last trial.
+
+    Args:
+        device: The device here.
+        only: Name of the only library that counts; None: all.
+
+    Raises:
+        UnknownNameError: There is no library of that name.
+    """
+    found = known()
+    names = [library.name for library in found]
+    if only is not None and only not in names:
+        raise UnknownNameError(f"library {only!r} is unknown; expected one of {', '.join(names)}")
     states = (*UNTRIED, "broken", "partly")
-    return [library for library in known() if state_of(library, device)[0] in states]
+    return [library for library in found
+            if only in (None, library.name) and state_of(library, device)[0] in states]  # fmt: skip
 
 
-def try_all(
-    wanted: Sequence[Library], say: Callable[[str], None], patience_s: float = PATIENCE_S
-) -> None:
+def try_all(wanted: Sequence[Library], say: Say, patience_s: float = PATIENCE_S) -> None:
     """Try libraries on this device in turn, and store the results.
 
     Args:
         wanted: Installed libraries.
-        say: Called with a line before each.
+        say: Called with a line before each, and before each problem of a kernel.
         patience_s: Longest silence of a process, in seconds.
     """
     for library in wanted:
@@ -117,16 +131,16 @@ def try_all(
         again = " again (it changed)" if libraries.is_changed(library, device) else ""
         say(f"trying {library.name}{again}: it is imported, and each kernel launched, in another "
             "process")  # fmt: skip
-        libraries.keep_trial(library, device, _try(library, patience_s))
+        libraries.keep_trial(library, device, _try(library, patience_s, say))
     if wanted:
         register.load_tried()
 
 
-def _try(library: Library, patience_s: float) -> Trial:
+def _try(library: Library, patience_s: float, say: Say) -> Trial:
     """Try a library, with a new process after each crash."""
     kernels: dict[str, str] = {}
     for _ in range(MOST_PROCESSES):
-        end = _run(library.name, tuple(kernels), patience_s)
+        end = _run(library.name, tuple(kernels), patience_s, say)
         kernels |= end.kernels
         if not end.at:
             idle = {name: why.removeprefix(IDLE) for name, why in kernels.items()
@@ -147,7 +161,7 @@ class _End:
     at: str = ""
 
 
-def _run(name: str, done: tuple[str, ...], patience_s: float) -> _End:
+def _run(name: str, done: tuple[str, ...], patience_s: float, say: Say) -> _End:
     reading, writing = os.pipe()
     sentinel, held = os.pipe()  # held by this process only, so that it closes with it
     code = (
@@ -174,6 +188,8 @@ def _run(name: str, done: tuple[str, ...], patience_s: float) -> _End:
                 match word:
                     case ["launch", str(kernel)]:
                         at = kernel
+                    case ["try", str(problem)]:
+                        say(f"  {at}: {libraries.words_of(problem)}")
                     case ["done", str(kernel), str(why)]:
                         at, kernels[kernel] = "", libraries.words_of(why)
                     case ["end", str(why)]:
@@ -249,7 +265,8 @@ def main(name: str, done: Sequence[str], pipe: int, sentinel: int) -> None:
     Args:
         name: The library's name.
         done: Kernels that were tried already.
-        pipe: For messages: ["launch", kernel], ["done", kernel, why], ["end", why].
+        pipe: For messages: ["launch", kernel], ["try", problem], ["done", kernel, why],
+            ["end", why].
         sentinel: Of the parent, with which the group of this process ends.
     """
     end_with(sentinel, lambda: os.killpg(0, signal.SIGKILL))
@@ -273,7 +290,8 @@ def main(name: str, done: Sequence[str], pipe: int, sentinel: int) -> None:
             if kernel.name not in done:
                 say("launch", kernel.name)
                 # An exception here is reported for this kernel, not for the library.
-                say("done", kernel.name, _outcome_of(kernel))
+                told = functools.partial(say, "try")
+                say("done", kernel.name, _outcome_of(kernel, told))
     except BaseException as error:  # including SystemExit, which would end an importer
         why = _first_line(error)
     say("end", why)
@@ -284,8 +302,13 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".split("\n")[0][:LONGEST_WHY]
 
 
-def _outcome_of(kernel: Kernel) -> str:
-    """The fault of a kernel, `RIGHT`, or `IDLE` and why it supports none of the problems."""
+def _outcome_of(kernel: Kernel, say: Say) -> str:
+    """The fault of a kernel, `RIGHT`, or `IDLE` and why it supports none of the problems.
+
+    Args:
+        kernel: The kernel.
+        say: Called with the name of each problem before its launches.
+    """
     from lokakern.measure.operands import QUANTIZERS
     from lokakern.problems import make_problem
     from lokakern.registry.register import fp8_format
@@ -336,7 +359,7 @@ def _outcome_of(kernel: Kernel) -> str:
                 if case.problem.op == kernel.op and not idle:
                     idle = f"{IDLE}{answer.reason} ({case.problem})"
                 continue
-            fault = _fault_at(case, kernel, device)
+            fault = _fault_at(case, kernel, device, say)
             if fault:
                 return fault
             outcome, last = RIGHT, case
@@ -344,27 +367,30 @@ def _outcome_of(kernel: Kernel) -> str:
     if last is not None:
         with learned(*edges):
             for edge in edges:
-                fault = _fault_at(replace(last, distribution=edge.name), kernel, device)
+                fault = _fault_at(replace(last, distribution=edge.name), kernel, device, say)
                 if fault:
                     return fault
     return outcome or idle or f"{IDLE}none was of {kernel.op}"
 
 
-def _fault_at(case: Case, kernel: Kernel, device: Device) -> str:
+def _fault_at(case: Case, kernel: Kernel, device: Device, say: Say) -> str:
     """What went wrong at a case, with the shapes of all operands and scales, or ""."""
     from lokakern.measure.time_problem import check_case, time_case
     from lokakern.selection.dispatcher import default_regime
     from lokakern.workloads.distributions import DISTRIBUTIONS
 
+    values = "" if case.distribution in DISTRIBUTIONS else f" with {case.distribution}"
+    named = f"{case.problem}{values}"
+    say(named)
     if device.is_gpu:
         (record,) = time_case(case, [kernel], device, default_regime(device))
     else:
         record = check_case(case, kernel, device)
     if record.status == "ok":
         return ""
-    reason, problem = record.reason, case.problem
+    reason = record.reason
     if NO_GPU in reason and not is_interpreted():
         reason = "Triton finds no GPU: set TRITON_INTERPRET=1 to run its kernels on a CPU"
-    shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in named_operands(problem).items())
-    values = "" if case.distribution in DISTRIBUTIONS else f" with {case.distribution}"
-    return f"{record.status}: {reason[: LONGEST_WHY // 2]} at {problem}{values}: {shapes}"
+    operands = named_operands(case.problem).items()
+    shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in operands)
+    return f"{record.status}: {reason[: LONGEST_WHY // 2]} at {named}: {shapes}"

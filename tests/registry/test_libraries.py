@@ -174,6 +174,11 @@ def test_broken_plugins_are_named_and_stop_nothing(tmp_path: Path) -> None:
     run = runner(tmp_path, [tmp_path])
     ones = "x = torch.ones(16, 64).bfloat16()"
     program = f"import torch, lokakern; {ones}; print(lokakern.gemm(x, x.t())[0, 0].item())"
+    one = run(*LIST, "--only", "works")
+    assert [row["library"] for row in json.loads(one.stdout)] == ["works"]
+    lines = one.stderr.splitlines()
+    assert lines[0].startswith("trying works: ") and lines[1].startswith("  works.multiply: gemm m")
+    assert "'nothing' is unknown; expected one of" in run(*LIST, "--only", "nothing", code=2).stderr
     found = libraries_listed(run)
     for state, expected in (("broken", BROKEN), ("partly", FAULTY)):
         for name, (_, words) in expected.items():
@@ -241,7 +246,7 @@ def test_silence_ends_a_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     clock = SimpleNamespace(monotonic=lambda: 12.5 if asleep.exists() else 0.0)
     monkeypatch.setattr(library_smoke, "time", clock)
     sleeps = Library(name="sleeps", packages=(Package("sleeps", "", ("sleeps",)),), is_plugin=True)
-    trial = library_smoke._try(sleeps, 12)
+    trial = library_smoke._try(sleeps, 12, print)
     assert trial.why.startswith("no sign of life for 12 s when it was imported: good night")
 
 
@@ -261,7 +266,7 @@ def test_a_trial_ends_with_the_process_that_asked_for_it(tmp_path: Path, word: s
     code = """if True:
         from lokakern.bench.report import library_smoke
         from lokakern.registry import libraries
-        library_smoke._try(libraries.named("spins"), 300)
+        library_smoke._try(libraries.named("spins"), 300, print)
     """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, [ROOT, tmp_path]))}
     asking = subprocess.Popen([sys.executable, "-c", code], env=environment,
@@ -408,7 +413,9 @@ def test_quantizers_of_plugins_are_tried_on_zeros_nan_infinity_and_tiny_values(
     kernel = replace(
         kernel_of(library), op="quantize", launch=breaking(rule), supports_problem=of_rows
     )
-    outcome = library_smoke._outcome_of(kernel)
+    told: list[str] = []
+    outcome = library_smoke._outcome_of(kernel, told.append)
+    assert len(told) == (5 if rule in ("", "least scale") else 3)
     if not rule:
         assert outcome == library_smoke.RIGHT
         return
