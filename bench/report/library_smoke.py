@@ -73,8 +73,7 @@ def state_of(library: Library, device: Device) -> tuple[str, str]:
     trial = libraries.trial_of(library, device) if absent is None else None
     if absent is not None or trial is None:
         changed = absent is None and libraries.is_changed(library, device)
-        tried = "changed since it was" if changed else "installed, and never"
-        why = absent or f"{tried} tried on {device}"
+        why = absent or f"it {libraries.why_no_trial(library, device)}"
         never = f"; written, never run: {library.never_run}" if library.never_run else ""
         state = "unsuitable" if library.here else "not installed"
         if absent is None:
@@ -85,8 +84,12 @@ def state_of(library: Library, device: Device) -> tuple[str, str]:
     if trial.kernels:
         return "partly", "; ".join(f"{name}: {why}" for name, why in sorted(trial.kernels.items()))
     why = "tried: it imports, and "
+    faultless = [k.name for k in KERNELS.values() if k.library == library.name
+                 and not k.parts and k.name not in trial.idle]  # fmt: skip
     if trial.right:
         why += f"{trial.right} of its kernels {'was' if trial.right == 1 else 'were'} right"
+        if library.is_plugin and len(faultless) == trial.right:
+            why += f": {', '.join(faultless)}"
     else:
         why += f"no kernel of it takes what it was tried with on {device}"
     if library.is_plugin:  # whose author can change it
@@ -390,7 +393,7 @@ def _fault_at(case: Case, kernel: Kernel, device: Device, say: Say) -> str:
         return ""
     reason = record.reason
     if NO_GPU in reason and not is_interpreted():
-        reason = "Triton finds no GPU: set TRITON_INTERPRET=1 to run its kernels on a CPU"
+        reason = f"Triton finds no GPU: {libraries.INTERPRET} to run its kernels on a CPU"
     operands = named_operands(case.problem).items()
     shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in operands)
     return f"{record.status}: {reason[: LONGEST_WHY // 2]} at {named}: {shapes}"

@@ -322,7 +322,8 @@ def reason(kernel: Kernel, device: Device) -> str | None:
 def test_a_kernel_counts_where_its_library_was_tried(library: Library) -> None:
     kernel, here = kernel_of(library), current_device()
     assert library_smoke.state_of(library, here) == (
-        "untried", f"installed, and never tried on {here}; written, never run: there is no such GPU"
+        "untried",
+        f"it was never tried here: {libraries.TRY}; written, never run: there is no such GPU",
     )  # fmt: skip
     assert reason(kernel, here) == f"some was never tried here: {libraries.TRY}"
     assert reason(kernel, H200) is None  # elsewhere nothing was tried
@@ -364,7 +365,7 @@ def test_what_changed_since_its_trial_is_called_so(
     assert reason(kernel, here) == f"some changed since it was tried: {libraries.TRY}"
     state, why = library_smoke.state_of(library, here)
     assert (state, why.partition(";")[0]) == (
-        "changed, untried", f"changed since it was tried on {here}"
+        "changed, untried", f"it changed since it was tried: {libraries.TRY}"
     )  # fmt: skip
     monkeypatch.setattr(library_smoke, "known", lambda: [library])
     assert library_smoke.untried(here) == library_smoke.doubtful(here) == [library]
@@ -382,7 +383,12 @@ def test_a_trial_in_the_interpreter_holds_only_there(
     assert libraries.trial_of(library, here) == Trial()
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     assert libraries.trial_of(library, here) is None
-    assert library_smoke.state_of(library, here)[0] == "untried"  # not "changed"
+    words = "was tried in the interpreter only: set TRITON_INTERPRET=1"
+    state, why = library_smoke.state_of(library, here)
+    assert (state, why.partition(";")[0]) == ("untried", f"it {words}")  # not "changed"
+    assert reason(kernel_of(library), here) == f"some {words}"
+    libraries.keep_trial(library, here, Trial(right=1))
+    assert libraries.trial_of(library, here) == Trial(right=1)
 
 
 def breaking(rule: str) -> Callable[..., None]:
