@@ -40,6 +40,7 @@ LARGEST_FILE_BYTES = 1 << 20
 LONGEST_WHY = 500
 OURS = frozenset({"torch", "triton", "cuda", "hip"})  # folders of kernels, no names of plugins
 TRY = "python -m lokakern.bench list libraries"
+INTERPRET = "set TRITON_INTERPRET=1"
 
 
 @dataclass(frozen=True)
@@ -179,11 +180,17 @@ def why_not_tried(library: Library, device: Device, kernel: str = "") -> str | N
     """What a trial says against a library that is here, or against a kernel of it, or None."""
     trial = trial_of(library, device)
     if trial is None:
-        since = (
-            "changed since it was tried" if is_changed(library, device) else "was never tried here"
-        )
-        return f"{library.name} {since}: {TRY}"
+        return f"{library.name} {why_no_trial(library, device)}"
     return trial.why or trial.kernels.get(kernel) or None
+
+
+def why_no_trial(library: Library, device: Device) -> str:
+    """Why no trial of a library holds here, and what to do, such as "was never tried here: ..."."""
+    if is_changed(library, device):
+        return f"changed since it was tried: {TRY}"
+    if is_interpreted() or _key(library, device, interpreted=True) not in _known():
+        return f"was never tried here: {TRY}"
+    return f"was tried in the interpreter only: {TRY if device.is_gpu else INTERPRET}"
 
 
 def words_of(error: BaseException | str) -> str:
@@ -322,12 +329,16 @@ def trial_of(library: Library, device: Device) -> Trial | None:
 
 def is_changed(library: Library, device: Device) -> bool:
     """Whether it was tried here in another version or state only."""
-    path = trials_file()
-    known = _trials(path, _changed(path)).keys() | _unkept.keys()
-    begin, end = f"{library.name} | ", f" | {_here(device)}"
+    known = _known()
+    begin, end = f"{library.name} | ", f" | {_here(device, is_interpreted())}"
     return _key(library, device) not in known and any(
         key.startswith(begin) and key.endswith(end) for key in known
     )
+
+
+def _known() -> set[str]:
+    path = trials_file()
+    return _trials(path, _changed(path)).keys() | _unkept.keys()
 
 
 def keep_trial(library: Library, device: Device, trial: Trial) -> None:
@@ -354,15 +365,16 @@ def keep_trial(library: Library, device: Device, trial: Trial) -> None:
     _trials.cache_clear()
 
 
-def _key(library: Library, device: Device) -> str:
-    return " | ".join((library.name, *library.words, library.state[:16], _here(device)))
+def _key(library: Library, device: Device, interpreted: bool | None = None) -> str:
+    here = _here(device, is_interpreted() if interpreted is None else interpreted)
+    return " | ".join((library.name, *library.words, library.state[:16], here))
 
 
-def _here(device: Device) -> str:
+def _here(device: Device, interpreted: bool) -> str:
     """What a trial holds for besides the state of the library."""
     words = [f"torch {torch.__version__}", f"Python {platform.python_version()}",
              device.product, device.partition]  # fmt: skip
-    return " | ".join([*words, "interpreted"] if is_interpreted() else words)
+    return " | ".join([*words, "interpreted"] if interpreted else words)
 
 
 def _changed(path: Path) -> int:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from lokakern.selection.choice import Choice
     from lokakern.types import Device
 
+UNSCALED = ("quantize", "quantize_transpose", "norm_quantize")  # ops that write FP8 and read none
+
 
 @says_errors
 def explain(
@@ -127,6 +129,9 @@ def explain(
                                  param_hint="--bias")  # fmt: skip
     if sizes and shape is not None:
         raise typer.BadParameter("goes without M N K", param_hint="--shape")
+    if scale is not None and op in UNSCALED:
+        raise typer.BadParameter(f"operands of {op} have no scales: --out-scale {scale}",
+                                 param_hint="--scale")  # fmt: skip
     if rows is not None and model is None:
         raise typer.BadParameter("goes with --model", param_hint="--rows")
     asked_for = options.shape_of(shape or ",".join(sizes or ["32768,512,512"]))

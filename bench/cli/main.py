@@ -77,6 +77,9 @@ def list_(
         ),
     ] = False,
     device: options.Device = None,
+    only: Annotated[
+        str | None, typer.Option(help="With libraries: try and show only this library or plugin.")
+    ] = None,
     db: options.Database = None,
     how: options.How = OutputFormat.TABLE,
 ) -> None:
@@ -98,14 +101,18 @@ def list_(
         raise typer.BadParameter(
             f"goes with device and coverage, not {what.value}", param_hint="--device"
         )
+    if only is not None and what is not Listing.LIBRARIES:
+        raise typer.BadParameter(f"goes with libraries, not {what.value}", param_hint="--only")
     if what is Listing.LIBRARIES:
-        library_smoke.try_all(library_smoke.doubtful(current_device()), say)
+        library_smoke.try_all(library_smoke.doubtful(current_device(), only), say)
     with reading(db):
         rows = (
             resource_rows(brief=brief)
             if resources
             else listing.rows_of(what.value, brief=brief, device=device)
         )
+    if only is not None:
+        rows = [row for row in rows if row["library"] == only]
     print_rows(rows, how, note=NOTE if resources else "", spare=("why",))
 
 

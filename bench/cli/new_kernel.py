@@ -39,5 +39,6 @@ def new_kernel(
     for path in write_package(name, op.value, folder):
         print(path)
     say(f"now: pip install -e {folder}")
-    say("try it on a GPU: lokakern list libraries")
-    say("or on a CPU: pip install triton && TRITON_INTERPRET=1 lokakern list libraries")
+    trial = f"lokakern list libraries --only {name}"
+    say(f"try it on a GPU: {trial}")
+    say(f"or on a CPU: pip install triton && TRITON_INTERPRET=1 {trial}")

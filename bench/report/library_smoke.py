@@ -1,14 +1,16 @@
 """Smoke tests of installed libraries and plugins, each in its own processes.
 
 A process imports the library, then times each of its kernels on a small supported problem and
-checks the result, as a sweep does; those of a plugin also on one with a bias and sizes that fill no
-tile. It announces each step: if it dies or hangs, its last message names the kernel, and another
-process continues with the remaining kernels.
+checks the result, as a sweep does; on a CPU, whose times say nothing, it only launches it twice.
+Kernels of a plugin also run on a problem with a bias and sizes that fill no tile, and on zeros, NaN
+and infinity. The process announces each step: if it dies or hangs, its last message names the
+kernel, and another process continues with the remaining kernels.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import select
@@ -18,20 +20,27 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import IO, Any
+from dataclasses import dataclass, replace
+from typing import IO, TYPE_CHECKING, Any
 
 from lokakern.build.empty_operands import named_operands
 from lokakern.device import current_device
+from lokakern.errors import UnknownNameError
 from lokakern.registry import libraries, register
 from lokakern.registry.libraries import LIBRARIES, LONGEST_WHY, Library, Trial
 from lokakern.registry.register import KERNELS, Kernel
+from lokakern.sweep.parent import end_with
 from lokakern.triton_interpreter import is_interpreted
-from lokakern.types import Device, Format, Granularity, Layout, Operand, Problem, Rejected
+from lokakern.types import Device, Format, Granularity, Layout, Operand, Rejected
+
+if TYPE_CHECKING:
+    from lokakern.workloads.distributions import LearnedDistribution
+    from lokakern.workloads.gemm_cases import Case
 
 # Longest silence, in seconds: a library may compile its kernels at the first launch.
 PATIENCE_S = 300.0
 POLL_S = 0.2
+Say = Callable[[str], None]
 MOST_PROCESSES = 16  # crashed processes per library
 LONGEST_WORD = 8192  # bytes
 UNTRIED = ("untried", "changed, untried")
@@ -43,6 +52,8 @@ BACKWARD = (2048, 512, 256)  # for gradients and batches, if a kernel supports n
 NO_GPU = "0 active drivers"  # says Triton without one
 EPILOGUES = ("bias+layer+affine", "block_rms(64)+hardswish")
 NORMS = ("layer+affine", "rms+affine")  # rowwise norms with bfloat16 output
+# Ops whose contract says what becomes of zeros, NaN and infinity.
+EDGED = ("quantize", "quantize_transpose", "scaled_gemm")
 
 
 def known() -> list[Library]:
@@ -62,8 +73,7 @@ def state_of(library: Library, device: Device) -> tuple[str, str]:
     trial = libraries.trial_of(library, device) if absent is None else None
     if absent is not None or trial is None:
         changed = absent is None and libraries.is_changed(library, device)
-        tried = "changed since it was" if changed else "installed, and never"
-        why = absent or f"{tried} tried on {device}"
+        why = absent or f"it {libraries.why_no_trial(library, device)}"
         never = f"; written, never run: {library.never_run}" if library.never_run else ""
         state = "unsuitable" if library.here else "not installed"
         if absent is None:
@@ -74,8 +84,12 @@ def state_of(library: Library, device: Device) -> tuple[str, str]:
     if trial.kernels:
         return "partly", "; ".join(f"{name}: {why}" for name, why in sorted(trial.kernels.items()))
     why = "tried: it imports, and "
+    faultless = [k.name for k in KERNELS.values() if k.library == library.name
+                 and not k.parts and k.name not in trial.idle]  # fmt: skip
     if trial.right:
         why += f"{trial.right} of its kernels {'was' if trial.right == 1 else 'were'} right"
+        if library.is_plugin and len(faultless) == trial.right:
+            why += f": {', '.join(faultless)}"
     else:
         why += f"no kernel of it takes what it was tried with on {device}"
     if library.is_plugin:  # whose author can change it
@@ -88,20 +102,31 @@ def untried(device: Device) -> list[Library]:
     return [library for library in known() if state_of(library, device)[0] in UNTRIED]
 
 
-def doubtful(device: Device) -> list[Library]:
-    """Untried libraries, and those with faults in their last trial."""
+def doubtful(device: Device, only: str | None = None) -> list[Library]:
+    """Untried libraries, and those with faults in their last trial.
+
+    Args:
+        device: The device here.
+        only: Name of the only library that counts; None: all.
+
+    Raises:
+        UnknownNameError: There is no library of that name.
+    """
+    found = known()
+    names = [library.name for library in found]
+    if only is not None and only not in names:
+        raise UnknownNameError(f"library {only!r} is unknown; expected one of {', '.join(names)}")
     states = (*UNTRIED, "broken", "partly")
-    return [library for library in known() if state_of(library, device)[0] in states]
+    return [library for library in found
+            if only in (None, library.name) and state_of(library, device)[0] in states]  # fmt: skip
 
 
-def try_all(
-    wanted: Sequence[Library], say: Callable[[str], None], patience_s: float = PATIENCE_S
-) -> None:
+def try_all(wanted: Sequence[Library], say: Say, patience_s: float = PATIENCE_S) -> None:
     """Try libraries on this device in turn, and store the results.
 
     Args:
         wanted: Installed libraries.
-        say: Called with a line before each.
+        say: Called with a line before each, and before each problem of a kernel.
         patience_s: Longest silence of a process, in seconds.
     """
     for library in wanted:
@@ -109,16 +134,16 @@ def try_all(
         again = " again (it changed)" if libraries.is_changed(library, device) else ""
         say(f"trying {library.name}{again}: it is imported, and each kernel launched, in another "
             "process")  # fmt: skip
-        libraries.keep_trial(library, device, _try(library, patience_s))
+        libraries.keep_trial(library, device, _try(library, patience_s, say))
     if wanted:
         register.load_tried()
 
 
-def _try(library: Library, patience_s: float) -> Trial:
+def _try(library: Library, patience_s: float, say: Say) -> Trial:
     """Try a library, with a new process after each crash."""
     kernels: dict[str, str] = {}
     for _ in range(MOST_PROCESSES):
-        end = _run(library.name, tuple(kernels), patience_s)
+        end = _run(library.name, tuple(kernels), patience_s, say)
         kernels |= end.kernels
         if not end.at:
             idle = {name: why.removeprefix(IDLE) for name, why in kernels.items()
@@ -139,19 +164,26 @@ class _End:
     at: str = ""
 
 
-def _run(name: str, done: tuple[str, ...], patience_s: float) -> _End:
+def _run(name: str, done: tuple[str, ...], patience_s: float, say: Say) -> _End:
     reading, writing = os.pipe()
+    sentinel, held = os.pipe()  # held by this process only, so that it closes with it
     code = (
-        f"from lokakern.bench.report.library_smoke import main; main({name!r}, {done!r}, {writing})"
+        "from lokakern.bench.report.library_smoke import main; "
+        f"main({name!r}, {done!r}, {writing}, {sentinel})"
     )
     paths = [path or os.getcwd() for path in sys.path]  # same import paths as this process
-    with tempfile.TemporaryFile() as printed, os.fdopen(reading, "rb", buffering=0) as pipe:
+    with (
+        tempfile.TemporaryFile() as printed,
+        os.fdopen(reading, "rb", buffering=0) as pipe,
+        os.fdopen(held, "wb"),
+    ):
         process = subprocess.Popen(
             [sys.executable, "-P", "-c", code], stdin=subprocess.DEVNULL, stdout=printed,
-            stderr=printed, pass_fds=(writing,), start_new_session=True,
+            stderr=printed, pass_fds=(writing, sentinel), start_new_session=True,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
         )  # fmt: skip
         os.close(writing)
+        os.close(sentinel)
         kernels: dict[str, str] = {}
         at = ""
         try:
@@ -159,6 +191,8 @@ def _run(name: str, done: tuple[str, ...], patience_s: float) -> _End:
                 match word:
                     case ["launch", str(kernel)]:
                         at = kernel
+                    case ["try", str(problem)]:
+                        say(f"  {at}: {libraries.words_of(problem)}")
                     case ["done", str(kernel), str(why)]:
                         at, kernels[kernel] = "", libraries.words_of(why)
                     case ["end", str(why)]:
@@ -228,14 +262,17 @@ def _last_line(printed: IO[bytes]) -> str:
 # --- in the process
 
 
-def main(name: str, done: Sequence[str], pipe: int) -> None:
+def main(name: str, done: Sequence[str], pipe: int, sentinel: int) -> None:
     """Try a library in this process, which then exits.
 
     Args:
         name: The library's name.
         done: Kernels that were tried already.
-        pipe: For messages: ["launch", kernel], ["done", kernel, why], ["end", why].
+        pipe: For messages: ["launch", kernel], ["try", problem], ["done", kernel, why],
+            ["end", why].
+        sentinel: Of the parent, with which the group of this process ends.
     """
+    end_with(sentinel, lambda: os.killpg(0, signal.SIGKILL))
 
     def say(*words: str) -> None:
         os.write(pipe, json.dumps(words).encode()[:LONGEST_WORD] + b"\n")
@@ -256,7 +293,8 @@ def main(name: str, done: Sequence[str], pipe: int) -> None:
             if kernel.name not in done:
                 say("launch", kernel.name)
                 # An exception here is reported for this kernel, not for the library.
-                say("done", kernel.name, _outcome_of(kernel))
+                told = functools.partial(say, "try")
+                say("done", kernel.name, _outcome_of(kernel, told))
     except BaseException as error:  # including SystemExit, which would end an importer
         why = _first_line(error)
     say("end", why)
@@ -267,12 +305,18 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".split("\n")[0][:LONGEST_WHY]
 
 
-def _outcome_of(kernel: Kernel) -> str:
-    """The fault of a kernel, `RIGHT`, or `IDLE` and why it supports none of the problems."""
-    from lokakern.measure.time_problem import time_case
+def _outcome_of(kernel: Kernel, say: Say) -> str:
+    """The fault of a kernel, `RIGHT`, or `IDLE` and why it supports none of the problems.
+
+    Args:
+        kernel: The kernel.
+        say: Called with the name of each problem before its launches.
+    """
+    from lokakern.measure.operands import QUANTIZERS
     from lokakern.problems import make_problem
     from lokakern.registry.register import fp8_format
-    from lokakern.selection.dispatcher import default_regime
+    from lokakern.workloads.distributions import learned
+    from lokakern.workloads.edge_values import EDGE_ROWS, ONLY_TINY, ONLY_ZEROS
     from lokakern.workloads.gemm_cases import Case, fused_case, shape_cases
     from lokakern.workloads.gemm_gradient_cases import (
         grad_input_cases,
@@ -295,7 +339,10 @@ def _outcome_of(kernel: Kernel) -> str:
         )
         cases.append(Case(problem, "X1"))
     tails: list[Case] = []
+    edges: tuple[LearnedDistribution, ...] = ()
     if libraries.named(kernel.library).is_plugin:
+        if kernel.op in EDGED:
+            edges = (EDGE_ROWS, ONLY_ZEROS, ONLY_TINY) if kernel.op in QUANTIZERS else (EDGE_ROWS,)
         tails += shape_cases([TAILS, (TAILS[0], TAILS[2])], fp8)
         if kernel.op == "scaled_gemm":  # with the scales that it declares, and a bias
             operands = {"a": Operand(fp8, kernel.granularity),
@@ -304,6 +351,7 @@ def _outcome_of(kernel: Kernel) -> str:
             tails = [Case.of(kernel.op, TAILS, "X1", **operands, epilogue=epilogue)
                      for epilogue in ("bias", "none")]  # fmt: skip
     outcome = idle = ""
+    last: Case | None = None  # with the fewest elements, and a bias, of those that it supports
     for some in (cases, tails):
         for case in some:
             try:
@@ -314,17 +362,38 @@ def _outcome_of(kernel: Kernel) -> str:
                 if case.problem.op == kernel.op and not idle:
                     idle = f"{IDLE}{answer.reason} ({case.problem})"
                 continue
-            (record,) = time_case(case, [kernel], device, default_regime(device))
-            if record.status != "ok":
-                return _fault(record.status, record.reason, case.problem)
-            outcome = RIGHT
+            fault = _fault_at(case, kernel, device, say)
+            if fault:
+                return fault
+            outcome, last = RIGHT, case
             break
+    if last is not None:
+        with learned(*edges):
+            for edge in edges:
+                fault = _fault_at(replace(last, distribution=edge.name), kernel, device, say)
+                if fault:
+                    return fault
     return outcome or idle or f"{IDLE}none was of {kernel.op}"
 
 
-def _fault(status: str, reason: str, problem: Problem) -> str:
-    """What went wrong, at which problem, with the shapes of all operands and scales."""
+def _fault_at(case: Case, kernel: Kernel, device: Device, say: Say) -> str:
+    """What went wrong at a case, with the shapes of all operands and scales, or ""."""
+    from lokakern.measure.time_problem import check_case, time_case
+    from lokakern.selection.dispatcher import default_regime
+    from lokakern.workloads.distributions import DISTRIBUTIONS
+
+    values = "" if case.distribution in DISTRIBUTIONS else f" with {case.distribution}"
+    named = f"{case.problem}{values}"
+    say(named)
+    if device.is_gpu:
+        (record,) = time_case(case, [kernel], device, default_regime(device))
+    else:
+        record = check_case(case, kernel, device)
+    if record.status == "ok":
+        return ""
+    reason = record.reason
     if NO_GPU in reason and not is_interpreted():
-        reason = "Triton finds no GPU: set TRITON_INTERPRET=1 to run its kernels on a CPU"
-    shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in named_operands(problem).items())
-    return f"{status}: {reason[: LONGEST_WHY // 2]} at {problem}: {shapes}"
+        reason = f"Triton finds no GPU: {libraries.INTERPRET} to run its kernels on a CPU"
+    operands = named_operands(case.problem).items()
+    shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in operands)
+    return f"{record.status}: {reason[: LONGEST_WHY // 2]} at {named}: {shapes}"

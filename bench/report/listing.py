@@ -95,7 +95,7 @@ def _kernels() -> list[Row]:
         if plugin is not None:
             now, reason = library_smoke.state_of(plugin, current_device())
             if now in library_smoke.UNTRIED:
-                state, why = now, f"{reason}: {libraries.TRY}"
+                state, why = now, reason
         unknown = dict.fromkeys(("op", "scales", "accumulation"), "-")
         rows.append(
             {

@@ -19,6 +19,8 @@ from lokakern.workloads.suites import Case
 # Roofline of an H200, which determines the length of a replay; other devices need not be exact.
 FLOOR_BYTES_PER_US, FLOOR_FLOPS_PER_US, FLOOR_LAUNCH_US = 4.3e6, 1.979e9, 1.5
 
+OVERWRITES = "it changes what it should only read"
+
 # Progress of a measurement: the index of the running kernel (None: no kernel runs), and a text.
 Announce = Callable[[int | None, str], None]
 
@@ -107,7 +109,7 @@ def time_case(
             announce(place if place is None or place < at else place + 1, what)
 
         records = time_case(case, others, device, regime, seed=seed, announce=announce_shifted)
-        culprit = TimingRecord(status="wrong", reason="it changes what it should only read")
+        culprit = TimingRecord(status="wrong", reason=OVERWRITES)
         return [*records[:at], culprit, *records[at:]]
     records = []
     for place, (kernel, contender) in enumerate(zip(kernels, contenders, strict=True)):
@@ -116,6 +118,41 @@ def time_case(
         announce(None, "the next kernel's turn comes")
     timing.release(contenders)
     return records
+
+
+def check_case(case: Case, kernel: Kernel, device: Device, *, seed: int = 0) -> TimingRecord:
+    """Launch a kernel twice on one set of operands and check its outputs, without times.
+
+    The second launch finds a workspace that the first one left.
+
+    Args:
+        case: The problem and the distribution of its operands.
+        kernel: A kernel that accepts the problem.
+        device: The device type here.
+        seed: Seed of operands.
+
+    Returns:
+        A record with a status and a reason.
+
+    Raises:
+        DeviceLostError: The kernel left the device unusable.
+    """
+    where = torch_device()
+    contender = Contender(kernel.name, ())
+    with faults_of(contender, where):
+        operands = operands_of(
+            case.problem, case.distribution, where, device, cold=False, seed=seed
+        )
+        fingerprint = operands.fingerprint()
+        contender.calls = contender_of(operands, kernel).calls
+        contender.run_all()
+        if operands.fingerprint() != fingerprint:
+            return TimingRecord(status="wrong", reason=OVERWRITES)
+        write_again(operands, contender)
+        _, wrong = operands.check(kernel)
+        if wrong:
+            return TimingRecord(status="wrong", reason=wrong)
+    return TimingRecord(status=contender.status, reason=contender.reason)
 
 
 class _OverwrittenError(BaseException):  # not caught by `faults_of`: the inputs are invalid

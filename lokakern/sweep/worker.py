@@ -17,7 +17,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,6 +34,7 @@ from lokakern.measure.time_problem import time_case, torch_device
 from lokakern.measure.timing import warm
 from lokakern.registry.register import KERNELS, load_kernels
 from lokakern.registry.schema.records import AccuracyRecord, TimingRecord
+from lokakern.sweep.parent import end_with
 from lokakern.sweep.resume import distribution_row
 from lokakern.types import Device, Environment, Problem
 from lokakern.workloads.suites import Case
@@ -345,7 +345,9 @@ def _serve(
 ) -> None:
     """Main function of the worker."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
-    threading.Thread(target=_end_with_the_parent, daemon=True).start()
+    parent = multiprocessing.parent_process()
+    if parent is not None:  # else a hanging kernel would keep the GPU after a killed sweep
+        end_with(parent.sentinel)
     try:
         load_kernels()
         for module in modules:
@@ -363,14 +365,6 @@ def _serve(
         pipe.send(str(error))
     pipe.close()
     os._exit(0)  # exit handlers of libraries may hang on a faulty device
-
-
-def _end_with_the_parent() -> None:
-    """Exit with the parent; else a hanging kernel would keep the GPU after a killed sweep."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        connection.wait([parent.sentinel])
-        os._exit(1)
 
 
 def _run(pipe: Connection, page: _Page, tasks: Mapping[int, Task], deadline: float | None) -> None:

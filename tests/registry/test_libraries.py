@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +17,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+from lokakern import numerics
 from lokakern.bench.report import library_smoke
 from lokakern.device import current_device
 from lokakern.problems import make_problem
@@ -24,6 +30,7 @@ from lokakern.registry.register import KERNELS, Kernel, load_kernels
 from lokakern.registry.schema.records import KernelRow
 from lokakern.registry.staleness import is_current
 from lokakern.types import (
+    ACCEPTED,
     Accepted,
     Device,
     Format,
@@ -167,6 +174,11 @@ def test_broken_plugins_are_named_and_stop_nothing(tmp_path: Path) -> None:
     run = runner(tmp_path, [tmp_path])
     ones = "x = torch.ones(16, 64).bfloat16()"
     program = f"import torch, lokakern; {ones}; print(lokakern.gemm(x, x.t())[0, 0].item())"
+    one = run(*LIST, "--only", "works")
+    assert [row["library"] for row in json.loads(one.stdout)] == ["works"]
+    lines = one.stderr.splitlines()
+    assert lines[0].startswith("trying works: ") and lines[1].startswith("  works.multiply: gemm m")
+    assert "'nothing' is unknown; expected one of" in run(*LIST, "--only", "nothing", code=2).stderr
     found = libraries_listed(run)
     for state, expected in (("broken", BROKEN), ("partly", FAULTY)):
         for name, (_, words) in expected.items():
@@ -234,8 +246,50 @@ def test_silence_ends_a_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     clock = SimpleNamespace(monotonic=lambda: 12.5 if asleep.exists() else 0.0)
     monkeypatch.setattr(library_smoke, "time", clock)
     sleeps = Library(name="sleeps", packages=(Package("sleeps", "", ("sleeps",)),), is_plugin=True)
-    trial = library_smoke._try(sleeps, 12)
+    trial = library_smoke._try(sleeps, 12, print)
     assert trial.why.startswith("no sign of life for 12 s when it was imported: good night")
+
+
+@pytest.mark.parametrize("word", ["SIGTERM", "SIGINT", "SIGKILL"])
+def test_a_trial_ends_with_the_process_that_asked_for_it(tmp_path: Path, word: str) -> None:
+    begun = tmp_path / "begun"
+    program = f"""
+        import os, pathlib, subprocess, sys
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        written = pathlib.Path({str(tmp_path / "written")!r})
+        written.write_text(f"{{os.getpid()}} {{child.pid}}")
+        written.rename({str(begun)!r})
+        while True:
+            pass
+    """
+    put(tmp_path, "spins", program)
+    code = """if True:
+        from lokakern.bench.report import library_smoke
+        from lokakern.registry import libraries
+        library_smoke._try(libraries.named("spins"), 300, print)
+    """
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, [ROOT, tmp_path]))}
+    asking = subprocess.Popen([sys.executable, "-c", code], env=environment,
+                              stderr=subprocess.DEVNULL)  # fmt: skip
+    wait_until(begun.exists)
+    asking.send_signal(getattr(signal, word))
+    assert asking.wait(60) != 0
+    for process in map(int, begun.read_text().split()):
+        wait_until(lambda process=process: has_ended(process))
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + 120
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def has_ended(process: int) -> bool:
+    """Whether a process that need not be a child is gone, or waits for its parent to notice."""
+    ran = subprocess.run(["ps", "-o", "stat=", "-p", str(process)], capture_output=True, text=True,
+                         check=False)  # fmt: skip
+    return ran.stdout.strip()[:1] in ("", "Z")
 
 
 # --- what counts where
@@ -268,7 +322,8 @@ def reason(kernel: Kernel, device: Device) -> str | None:
 def test_a_kernel_counts_where_its_library_was_tried(library: Library) -> None:
     kernel, here = kernel_of(library), current_device()
     assert library_smoke.state_of(library, here) == (
-        "untried", f"installed, and never tried on {here}; written, never run: there is no such GPU"
+        "untried",
+        f"it was never tried here: {libraries.TRY}; written, never run: there is no such GPU",
     )  # fmt: skip
     assert reason(kernel, here) == f"some was never tried here: {libraries.TRY}"
     assert reason(kernel, H200) is None  # elsewhere nothing was tried
@@ -310,7 +365,7 @@ def test_what_changed_since_its_trial_is_called_so(
     assert reason(kernel, here) == f"some changed since it was tried: {libraries.TRY}"
     state, why = library_smoke.state_of(library, here)
     assert (state, why.partition(";")[0]) == (
-        "changed, untried", f"changed since it was tried on {here}"
+        "changed, untried", f"it changed since it was tried: {libraries.TRY}"
     )  # fmt: skip
     monkeypatch.setattr(library_smoke, "known", lambda: [library])
     assert library_smoke.untried(here) == library_smoke.doubtful(here) == [library]
@@ -328,7 +383,51 @@ def test_a_trial_in_the_interpreter_holds_only_there(
     assert libraries.trial_of(library, here) == Trial()
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     assert libraries.trial_of(library, here) is None
-    assert library_smoke.state_of(library, here)[0] == "untried"  # not "changed"
+    words = "was tried in the interpreter only: set TRITON_INTERPRET=1"
+    state, why = library_smoke.state_of(library, here)
+    assert (state, why.partition(";")[0]) == ("untried", f"it {words}")  # not "changed"
+    assert reason(kernel_of(library), here) == f"some {words}"
+    libraries.keep_trial(library, here, Trial(right=1))
+    assert libraries.trial_of(library, here) == Trial(right=1)
+
+
+def breaking(rule: str) -> Callable[..., None]:
+    """A launcher of quantizers that keeps all rules of the contract but one."""
+
+    def launch(x: Tensor, data: Tensor, scale: Tensor, _workspace: tuple[()]) -> None:
+        wide = x.float()
+        finite = wide.isfinite()
+        counted = finite | (rule == "finite amax")
+        amax = torch.where(counted, wide.abs(), 0.0).amax(dim=1, keepdim=True)
+        exact = amax / torch.full_like(amax, 448.0)
+        if rule != "least scale":
+            exact = exact.clamp_min(2.0**-126)
+        scale.copy_(exact if rule == "zero amax" else torch.where(amax == 0, 1.0, exact))
+        numerics.cast(torch.where(finite | (rule == "infinity"), wide / scale, math.nan), data)
+
+    return launch
+
+
+@pytest.mark.parametrize("rule", ["", "zero amax", "finite amax", "infinity", "least scale"])
+def test_quantizers_of_plugins_are_tried_on_zeros_nan_infinity_and_tiny_values(
+    library: Library, monkeypatch: pytest.MonkeyPatch, rule: str
+) -> None:
+    monkeypatch.setattr(libraries, "trying", "some")
+    of_rows = lambda problem, _device: (  # noqa: E731
+        ACCEPTED if problem.out_granularity is Granularity.ROW else Rejected("scales of rows")
+    )
+    kernel = replace(
+        kernel_of(library), op="quantize", launch=breaking(rule), supports_problem=of_rows
+    )
+    told: list[str] = []
+    outcome = library_smoke._outcome_of(kernel, told.append)
+    assert len(told) == (5 if rule in ("", "least scale") else 3)
+    if not rule:
+        assert outcome == library_smoke.RIGHT
+        return
+    values = "tiny values and an infinity" if rule == "least scale" else "rows of zeros, NaN"
+    words = "quantize m=67 k=200 a=bfloat16 out=e4m3fn/row with "
+    assert outcome.startswith("wrong: ") and words + values in outcome, outcome
 
 
 def test_absent_and_unsuitable_libraries_are_reported() -> None:

@@ -555,6 +555,12 @@ def test_explain_takes_sizes_as_arguments(
     assert ran.code == 2 and "goes without M N K" in ran.err
 
 
+@pytest.mark.parametrize("op", ["quantize", "norm_quantize"])
+def test_explain_refuses_scales_of_operands_that_have_none(command: Command, op: str) -> None:
+    ran = command("explain", op, "--shape", "64,32", "--scale", "row")
+    assert ran.code == 2 and "--out-scale row" in ran.err
+
+
 def test_explain_a_prepared_weight(command: Command, measured: str) -> None:
     facts = command("explain", *SHAPE, "--prepared", "row", "--json", "--db", measured).json
     assert "b=e4m3fn/row prepared" in facts["problem"]

@@ -98,8 +98,9 @@ def test_written_packages_pass_their_trial_on_a_cpu_as_they_are(run: Run, tmp_pa
         run("-m", "lokakern.bench", "new-kernel", name, "--op", op)
         run(*PIP, f"./{name}")
     found = listed(run, "libraries", "library")
-    for name in ("acme", "other"):
-        assert found[name]["why"] == "tried: it imports, and 1 of its kernels was right"
+    for name, kernel in (("acme", "scaled_gemm_row"), ("other", "quantize_row")):
+        words = f"tried: it imports, and 1 of its kernels was right: {name}_kernels.{kernel}"
+        assert found[name]["why"] == words
         assert (found[name]["state"], found[name]["kernels"]) == ("usable", 1)
     assert run("-c", USE).split() == ["True", "True"]
     assert run("-W", "ignore", "-c", COMPILE, interpret="0").split() == ["True", "True"]
