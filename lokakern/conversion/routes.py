@@ -126,6 +126,7 @@ class Judge:
         is_training: Whether host costs are those of training steps.
         predicts: Whether times are predicted where nothing was measured.
         pads: Whether unaligned rows may be padded, as by a compiler; not in eager calls of modules.
+        predicted_m: m at which times are predicted besides the usual ones.
     """
 
     budget: ErrorBudget | None
@@ -135,6 +136,7 @@ class Judge:
     is_training: bool = False
     predicts: bool = False
     pads: bool = True
+    predicted_m: tuple[int, ...] = ()
 
     def candidates(
         self, problem: Problem, gemm: str, device: Device
@@ -150,7 +152,7 @@ class Judge:
             candidates = [c for c in candidates if c.name != PADDED]
         # Few unaligned sizes were measured, and there predictions are inexact.
         if table.forecast is not None and not (table.measured_m or table.padded):
-            candidates = table.forecast.low_ends()
+            candidates = table.forecast.low_ends(self.predicted_m)
         table = replace(table, forecast=None)  # from here on a prediction is like a measured time
         if self.verdicts is None:
             return table, candidates
@@ -186,7 +188,8 @@ def routes_of(
     """
     is_prepared = inference if is_prepared is None else is_prepared
     judge = replace(judge, is_training=not inference)
-    predicting = replace(judge, predicts=True)  # only where no form of a GEMM was measured
+    # Only where no form of a GEMM was measured.
+    predicting = replace(judge, predicts=True, predicted_m=m_range or ())
     reason = "no budget" if judge.budget is None else ""
     if dispatcher.choices() is not None:
         reason = "choices are frozen, without those of modules"
@@ -401,8 +404,12 @@ def _rebuilt(
 
 
 def _sizes(table: Table, m_range: MRange | None) -> list[int]:
+    """The measured m in a range; the ends of one between them, where times are interpolated."""
+    measured = table.measured_m
     low, high = m_range or (0, ANY_M)
-    return [m for m in table.measured_m if low <= m <= high]
+    found = [m for m in measured if low <= m <= high]
+    is_between = measured and measured[0] <= low <= high <= measured[-1]
+    return found if found or not is_between else sorted({low, high})
 
 
 def _mean_log_gain(table: Table, m_range: MRange | None) -> float:

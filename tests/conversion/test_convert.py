@@ -109,6 +109,12 @@ def test_a_weight_has_the_scales_that_gain_most_over_all_m(book: Book) -> None:
     assert "reads a weight with 128x128 scales, and another gains more" in found.explain("0")
     found = convert(model_of(), 0.06, device=H200, m_range=(1, 20))
     assert kernels(found, "0", "output", (16, 256)) == [BLOCK_KERNEL, ""]
+    for m_range in ((300, 300), (300, 900)):  # between measured m, where times are interpolated
+        found = convert(model_of(), 0.06, device=H200, m_range=m_range)
+        assert kernels(found, "0", "output", (256, *m_range)) == ["", ROW_KERNEL, ROW_KERNEL]
+        assert f"geometric mean over m={m_range[0]}" in found.sites["0"].routes[0].why
+    (route, *_) = convert(model_of(), 0.06, device=H200, m_range=(2000, 2000)).sites["0"].routes
+    assert not route.text
 
 
 def test_weight_scales_restrict_the_granularity(book: Book) -> None:

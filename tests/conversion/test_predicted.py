@@ -26,13 +26,14 @@ def predicting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def converted(
-    k: int, n: int, budget: float = 0.06, inference: bool = True, device: str = "meta"
-) -> Conversion:
+    k: int, n: int, budget: float = 0.06, inference: bool = True, device: str = "meta",
+    m_range: tuple[int, int] | None = None,
+) -> Conversion:  # fmt: skip
     """A converted layer; routes need no data."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(k, n, dtype=torch.bfloat16, device=device))
     return lokakern.convert(
-        model, budget, inference=inference, device=H200, regime="compiled-graph"
+        model, budget, inference=inference, device=H200, regime="compiled-graph", m_range=m_range
     )
 
 
@@ -60,6 +61,19 @@ def test_a_layer_of_an_unmeasured_size_is_quantized_where_the_lower_end_gains() 
     told = large.explain()
     assert "us (estimated, compiled-graph)" in told
     assert "time: predicted, at the lower end of its speedup; the kernel itself was not" in told
+
+
+@pytest.mark.parametrize("m_range", [(8192, 8192), (9000, 10_000)])
+def test_a_range_between_the_usual_m_is_predicted_at_its_ends(m_range: tuple[int, int]) -> None:
+    (route, *_) = converted(*UNMEASURED, m_range=m_range).sites["0"].routes
+    assert [choice.m for choice in route.choices] == sorted(set(m_range))
+    assert "quantize" in route.text and "predicted at the lower end" in route.why
+    at = route.choices[0]
+    plain = at.table.plain_at(at.m)
+    (whole, *_) = converted(*UNMEASURED).sites["0"].routes
+    between = whole.choices[0].table.plain_at(at.m)  # between 4096 and 16384
+    assert plain is not None and between is not None and plain != between
+    assert not converted(*UNMEASURED, m_range=(8, 8)).sites["0"].routes[0].text
 
 
 def test_measured_sizes_take_facts_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,16 +173,19 @@ class Forecast:
         """The predicted time of a kernel at the middle of the cell of m, in microseconds."""
         return float(self.times_us[name][self._cell(m)])
 
-    def low_ends(self) -> list[Candidate]:
+    def low_ends(self, at: Sequence[int] = ()) -> list[Candidate]:
         """The kernels with times at some m, to choose between them like measured ones.
 
         Times of quantizing kernels are so long that a speedup over an unquantized kernel is the
         lower end of its interval. None by the model of another GPU type, which is shown only.
+
+        Args:
+            at: More m than the usual ones.
         """
         if self._model.transferred_from:
             return []
         spreads = self._model.content.spreads
-        cells = {m: self._cell(m) for m in (*SAMPLED_M, self._problem.m) if self.covers(m)}
+        cells = {m: self._cell(m) for m in (*SAMPLED_M, self._problem.m, *at) if self.covers(m)}
         slower = {
             m: math.exp(-spreads[KINDS[int(self._kinds[cell])]].low) for m, cell in cells.items()
         }
