@@ -10,6 +10,7 @@ equal choices.
 from __future__ import annotations
 
 import math
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -462,13 +463,28 @@ def _why_plain(table: Table, sizes: Sequence[int]) -> str:
     return f"at m={sizes[-1]} {_reasons(table.pick(sizes[-1]))}"
 
 
+_SLOWER = re.compile(r"slower: ([0-9.]+) us")
+_NOT_HERE = ("not installed", "reads no weight quantized ahead", "emulates", "rows of n=")
+
+
 def _reasons(pick: Pick) -> str:
+    """The two reasons that tell most: of the fastest kernels, else errors, and others last."""
+
+    def rank(rejected: tuple[str, str]) -> tuple[float, ...]:
+        why = rejected[1]
+        if slower := _SLOWER.match(why):
+            return 0, "error" in why, float(slower[1])
+        if any(words in why for words in _NOT_HERE):
+            return 3, "not installed" in why
+        return (1,) if " > " in why else (2,)
+
     reasons = [
         f"{name}: {why}"
-        for name, why in sorted(pick.rejected, key=lambda x: "not installed" in x[1])
+        for name, why in sorted(pick.rejected, key=rank)
         if "another gains more" not in why
     ]
-    return "; ".join(["no kernel that quantizes is better", *reasons[:2]])
+    than = "" if pick.time is None else f" than {pick.name} ({pick.time.latency_us:.2f} us)"
+    return "; ".join([f"no kernel that quantizes is better{than}", *reasons[:2]])
 
 
 def _words(sizes: Sequence[int]) -> str:

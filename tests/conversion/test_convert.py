@@ -117,6 +117,15 @@ def test_a_weight_has_the_scales_that_gain_most_over_all_m(book: Book) -> None:
     assert not route.text
 
 
+def test_the_reason_for_bfloat16_begins_with_the_fastest_kernels(book: Book) -> None:
+    book.write(*rows_of(gemm(256, N, K), bf16=6.0, row=8.0, tensor=7.0, block=9.0))
+    why = convert(model_of(), 0.06, device=H200).sites["0"].routes[0].why
+    assert why == (
+        f"at m=256 no kernel that quantizes is better than torch.bf16 (6.00 us); {TENSOR}: slower: "
+        f"7.00 us; {ROW_KERNEL}: slower: 8.00 us"
+    )
+
+
 def test_weight_scales_restrict_the_granularity(book: Book) -> None:
     book.write(*rows_of(gemm(256, N, K), bf16=6.0, row=2.0, tensor=3.0))
     assert kernels(convert(model_of(), 0.06, device=H200), "0", "output", (256,)) == [ROW_KERNEL]
