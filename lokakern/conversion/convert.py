@@ -38,6 +38,7 @@ from lokakern.conversion.raw_sites import raw_sites
 from lokakern.conversion.routes import (
     FORMS,
     GEMMS,
+    NO_GRADIENTS,
     Judge,
     MRange,
     Route,
@@ -846,10 +847,10 @@ class Conversion:
         return [c for c in site.module._choices if c.key == self._key]
 
     def table(self) -> None:
-        """Print a table of the choices."""
+        """Print a table of the choices, in inference without gradients."""
         from lokakern.render.terminal import print_rows
 
-        rows = self.choices
+        rows = [row for row in self.choices if row["why"] != NO_GRADIENTS]
         left_out = {"m", "us", "host_us", "rival_us"}
         if all(row["eager_choice"] == row["choice"] for row in rows):
             left_out.add("eager_choice")
@@ -1098,7 +1099,7 @@ class Conversion:
         return len(self.sites)
 
     def __repr__(self) -> str:
-        routes = [route for site in self.sites.values() for route in site.routes]
+        routes = [r for site in self.sites.values() for r in site.routes if r.why != NO_GRADIENTS]
         count = sum(bool(traced_route(route.text)) for route in routes)
         in_eager = sum(bool(route.text) for route in routes) - count
         words = f", {in_eager} more in eager calls only" if in_eager else ""

@@ -297,11 +297,16 @@ def test_undo_refresh_and_state_are_those_of_any_conversion(nothing_measured: No
     assert torch.equal(model(x), before) and type(model[0]) is nn.Linear
 
 
-def test_weights_are_quantized_once_for_inference(nothing_measured: None) -> None:
+def test_weights_are_quantized_once_for_inference(
+    nothing_measured: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = nn.Sequential(nn.Linear(K, N), nn.ReLU(), nn.Linear(N, K)).bfloat16()
     found = lokakern.convert(model, kernels="1x128", inference=True)
     assert names_of(found, "2") == [EMULATED_BLOCK, "", ""]
     assert [row["why"] for row in found.choices[1:3]] == ["inference has none"] * 2
+    assert "2 of 2 products quantized" in repr(found)
+    found.table()
+    assert "inference has none" not in capsys.readouterr().out
     x = rows(M, K)
     state = {name: 2 * value for name, value in model.state_dict().items()}
     with torch.no_grad():
