@@ -633,6 +633,10 @@ class Linear(nn.Linear, Routed):
         distribution: str | Sequence[str] | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
+        self._convert(budget, distribution)
+
+    def _convert(self, budget: Any, distribution: str | Sequence[str] | None) -> None:
+        """Choose kernels for a layer that is complete, if there is a budget."""
         if budget is not None:
             import lokakern  # the public function, which is imported when it is first used
 

@@ -83,11 +83,10 @@ class LinearNormAct(Linear):
                 f"LinearNormAct: activation is {activation!r}; expected one of "
                 f"{', '.join(ACTIVATIONS)}"
             )
-        super().__init__(
-            in_features, out_features, bias, device, dtype, budget=budget, distribution=distribution
-        )
+        super().__init__(in_features, out_features, bias, device, dtype)
         self.norm = _module_of(norm_named(norm, eps), out_features, device, dtype)
         self.activation = name
+        self._convert(budget, distribution)
 
     def take_chain(self, plan: str) -> None:
         """Set the plan of a chain of this layer alone; "" for none.
