@@ -95,14 +95,14 @@ class LimitedSite:
 
 @dataclass(frozen=True)
 class UnjudgedSite:
-    """A layer or a chain that is quantized, but at no number of rows of the batches; it stays.
+    """A layer in FP8 or a chain, but at no number of rows of the batches; it stays.
 
     Attributes:
         name: As of `LimitedSite`.
         kernels: Names of its kernels.
-        least_m: The least m at which it is quantized.
+        least_m: The least m at which it runs.
         rows: Rows of its inputs in the batches.
-        why: Where it is quantized, in words.
+        why: Where it runs, in words.
     """
 
     name: str
@@ -128,7 +128,7 @@ class LossLimit:
         runs: Forward passes.
         seconds: Time that it took.
         unseen: Layers in FP8 that no batch called; they are as before.
-        unjudged: Layers and chains that are in FP8 only at other numbers of rows; they stay.
+        unjudged: Layers in FP8 and chains, but only at other numbers of rows; they stay.
         file: What `save` writes.
     """
 
@@ -176,7 +176,7 @@ class LossLimit:
             )
         if self.unjudged and not self.sites:
             least = min(site.least_m for site in self.unjudged)
-            notes += f"; the least m at which one is quantized is {least}"
+            notes += f"; the least m at which one runs is {least}"
         if self.unseen:
             notes += f"; not called, and as before: {', '.join(self.unseen)}"
         if not self.sites:
@@ -295,12 +295,12 @@ def limit_loss(
 def _is_emulated(conversion: Conversion, groups: Iterable[Group]) -> bool:
     """Whether the device of the model does not run a kernel of the trial."""
     here = device_of(shape_of(next(iter(conversion.sites.values())).module)[3])
-    names = {name for group in groups for name in group.kernels}
+    names = {name for group in groups if group.gemm != RELU for name in group.kernels}
     return any(name in KERNELS and not KERNELS[name].runs_on(here) for name in names)
 
 
 def _unjudged(conversion: Conversion, rows: Rows) -> tuple[UnjudgedSite, ...]:
-    """The chains and products that batches call, but at no m at which they are quantized."""
+    """Chains, and products in FP8, that batches call, but at no m at which they run."""
     found = []
     for span in conversion.spans:
         for chain in span.plan.chains:
@@ -311,7 +311,7 @@ def _unjudged(conversion: Conversion, rows: Rows) -> tuple[UnjudgedSite, ...]:
                     [(start, tuple(step.kernel for step in steps)) for start, steps in part]
                     for part in read_plan(chain.text)[1:]
                 ]
-                found.append(_unjudged_site(words_of(sites), parts, sizes))
+                found.append(_unjudged_site(words_of(sites), parts, sizes, is_chain=True))
     for name, site in conversion.sites.items():
         text, sizes = site.routes[0].text, rows.get(name, ())
         if text and sizes and not any(kernel_at(text, m) for m in sizes):
@@ -324,8 +324,9 @@ def _unjudged(conversion: Conversion, rows: Rows) -> tuple[UnjudgedSite, ...]:
 
 
 def _unjudged_site(
-    name: str, parts: Sequence[Sequence[tuple[int, tuple[str, ...]]]], sizes: Sequence[int]
-) -> UnjudgedSite:
+    name: str, parts: Sequence[Sequence[tuple[int, tuple[str, ...]]]], sizes: Sequence[int],
+    is_chain: bool = False,
+) -> UnjudgedSite:  # fmt: skip
     """From first m and kernels, for m that 16 divides and for other m."""
     both = [_ranges(part) for part in parts]
     rounded = [(-(-first // 16) * 16, last) for first, last in both[0]]
@@ -335,10 +336,8 @@ def _unjudged_site(
     ends = ("" if m == last else ".." if last == ANY_M - 1 else f"..{last}" for m, last in shown)
     ranges = ", ".join(f"{m}{end}" for (m, _), end in zip(shown, ends, strict=True))
     names = dict.fromkeys(name for part in parts for _, kernels in part for name in kernels)
-    why = (
-        f"quantized at m={ranges}{only}; the batches have {_words(sizes)} rows: not judged, stays "
-        "in FP8"
-    )
+    what, stays = ("a chain", "stays") if is_chain else ("quantized", "stays in FP8")
+    why = f"{what} at m={ranges}{only}; the batches have {_words(sizes)} rows: not judged, {stays}"
     return UnjudgedSite(name, tuple(names), least, tuple(sizes), why)
 
 

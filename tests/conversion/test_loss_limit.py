@@ -303,8 +303,7 @@ def test_where_nothing_is_judged_the_least_rows_are_told(known: Book) -> None:
     assert found.sites == () and [site.name for site in found.unjudged] == EVERY
     assert found.summary == (
         "no product is quantized at these rows: the loss is that of nn.Linear; 4 not judged: their "
-        "rows are others than those of the batches (128); the least m at which one is quantized is "
-        "64"
+        "rows are others than those of the batches (128); the least m at which one runs is 64"
     )
     assert in_fp8(handle) == EVERY
     assert found.file.dropped == set() and not found.file.is_emulated
@@ -332,7 +331,7 @@ def test_chains_at_other_rows_are_named(chains: Book) -> None:  # noqa: F811
     seen += [rows_of_tower(m) for m in (16, 32, 48, 80)]
     found = handle.limit_loss(lambda x: 1.0 + model(x).float().square().mean(), seen)
     assert [site.name for site in found.unjudged] == ["0 to 2", "0", "2"]
-    assert found.unjudged[0].why.startswith("quantized at m=512..2048")
+    assert found.unjudged[0].why.startswith("a chain at m=512..2048")
     assert "the batches have 16 to 80 rows" in found.unjudged[0].why
     assert len(found.unjudged[0].kernels) > 0 and is_chained(model)
 
@@ -488,6 +487,10 @@ def test_relus_in_products_are_not_given_up(known: Book) -> None:
     found = handle.limit_loss(loss, batches(), relative=1e-12)
     assert [(site.name, site.is_kept) for site in found.sites] == [("3", False)]
     assert handle.rectified == relus and not in_fp8(handle)
+    three = nn.Sequential(*model[:3])
+    handle.undo()
+    found = convert(three, 0.06).limit_loss(lambda x: three(x).float().square().mean(), batches())
+    assert not found.sites and not found.file.is_emulated
 
 
 def test_a_product_whose_loss_is_not_finite_goes(known: Book) -> None:
