@@ -193,8 +193,9 @@ def convert(
             `ErrorBudgetWarning` if their error exceeds the budget (with ``kernels`` there is none);
             see `lokakern.sampled_check` and `Conversion.checks`. None: the value of LOKAKERN_CHECK
             now; "off": no check.
-        tuned: A file of `Tuning.save`, whose products that did not gain in place are not quantized.
-            It must be for this model, device and versions, and for the same other arguments.
+        tuned: A file of `Tuning.save` or `LossLimit.save`, whose products that did not gain in
+            place, or were over the limit, are not quantized. It must be for this model, device and
+            versions, and for the same other arguments.
         regime: How the model runs, as of `dispatch`. The default, "compiled", is for torch.compile:
             bf16 at an n or k that is no multiple of 8 is compared as if its rows were padded at no
             cost, and left to the compiler where that is faster. "compiled-graph" is for a compiled
@@ -703,7 +704,8 @@ class Conversion:
 
         It starts from what `convert` or `refresh` chose, so that a tuning is forgotten; ``tune``
         afterwards tries what is left. What runs at other numbers of rows than those of the batches
-        is not judged: a product goes at all or none.
+        is not judged: a product goes at all or none. One that is quantized at none of them stays,
+        and the outcome names it.
 
         Args:
             loss: From a batch to its mean loss, by the model, which runs without torch.compile.

@@ -15,6 +15,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -23,12 +24,15 @@ from torch import Tensor
 
 from lokakern import progress
 from lokakern.conversion import tuning_file
+from lokakern.conversion.chain_spans import words_of
 from lokakern.conversion.restored_state import own_buffers, restored_state
+from lokakern.conversion.routes import ANY_M
 from lokakern.conversion.variants import (
     LAYOUT,
     RELU,
     Group,
     Off,
+    Rows,
     Switch,
     groups_of,
     observed_rows,
@@ -36,7 +40,12 @@ from lokakern.conversion.variants import (
     start_again,
 )
 from lokakern.errors import MeasurementError, UnsupportedError
+from lokakern.nn.chain_plan import read_plan, steps_at
+from lokakern.nn.module_scan import shape_of
+from lokakern.nn.routed_matmul import kernel_at, read_route
 from lokakern.probe.loss import LossChange, interval_of, loss_of, relative_change
+from lokakern.registry.register import KERNELS
+from lokakern.selection.arguments import device_of
 
 if TYPE_CHECKING:
     from lokakern.conversion.convert import Conversion
@@ -85,6 +94,25 @@ class LimitedSite:
 
 
 @dataclass(frozen=True)
+class UnjudgedSite:
+    """A layer in FP8 or a chain, but at no number of rows of the batches; it stays.
+
+    Attributes:
+        name: As of `LimitedSite`.
+        kernels: Names of its kernels.
+        least_m: The least m at which it runs.
+        rows: Rows of its inputs in the batches.
+        why: Where it runs, in words.
+    """
+
+    name: str
+    kernels: tuple[str, ...]
+    least_m: int
+    rows: tuple[int, ...]
+    why: str
+
+
+@dataclass(frozen=True)
 class LossLimit:
     """The outcome of `Conversion.limit_loss`.
 
@@ -100,6 +128,7 @@ class LossLimit:
         runs: Forward passes.
         seconds: Time that it took.
         unseen: Layers in FP8 that no batch called; they are as before.
+        unjudged: Layers in FP8 and chains, but only at other numbers of rows; they stay.
         file: What `save` writes.
     """
 
@@ -112,27 +141,46 @@ class LossLimit:
     runs: int
     seconds: float
     unseen: tuple[str, ...]
+    unjudged: tuple[UnjudgedSite, ...]
     file: tuning_file.TuningFile
 
     @property
     def rows(self) -> list[dict[str, Any]]:
         """One row for each layer and chain, as plain data."""
-        return [
+        judged = [
             {
                 "site": site.name, "kernel": ", ".join(site.kernels),
                 "loss change": f"{site.change.mean:+.1e}",
                 "interval": f"{site.change.low:+.1e} to {site.change.high:+.1e}",
-                "predicted gain us": site.gain_us, "kept": site.is_kept,
+                "predicted gain us": site.gain_us, "kept": site.is_kept, "why": "",
             }
             for site in self.sites
+        ]  # fmt: skip
+        return judged + [
+            {
+                "site": site.name, "kernel": ", ".join(site.kernels), "loss change": None,
+                "interval": None, "predicted gain us": None, "kept": True, "why": site.why,
+            }
+            for site in self.unjudged
         ]  # fmt: skip
 
     @property
     def summary(self) -> str:
         """The change of the loss and the gain, in a few words."""
-        unseen = f"; not called, and as before: {', '.join(self.unseen)}" if self.unseen else ""
+        notes = "; errors were emulated" if self.file.is_emulated else ""
+        if self.unjudged:
+            rows = _words({m for site in self.unjudged for m in site.rows})
+            notes += (
+                f"; {len(self.unjudged)} not judged: their rows are others than those of the "
+                f"batches ({rows})"
+            )
+        if self.unjudged and not self.sites:
+            least = min(site.least_m for site in self.unjudged)
+            notes += f"; the least m at which one runs is {least}"
+        if self.unseen:
+            notes += f"; not called, and as before: {', '.join(self.unseen)}"
         if not self.sites:
-            return f"no product is quantized at these rows: the loss is that of nn.Linear{unseen}"
+            return f"no product is quantized at these rows: the loss is that of nn.Linear{notes}"
         kept = [site for site in self.sites if site.is_kept]
         gains = [sum(s.gain_us or 0.0 for s in some) for some in (kept, self.sites)]
         others = "; ".join(
@@ -144,7 +192,7 @@ class LossLimit:
             f"{self.relative:.1e}; everything in FP8 {self.before.mean:+.1e}. "
             f"{len(kept)} of {len(self.sites)} products and chains kept, {gains[0]:.0f} of "
             f"{gains[1]:.0f} us of predicted gain. By limit: {others}. {self.runs} runs in "
-            f"{self.seconds:.0f} s{unseen}"
+            f"{self.seconds:.0f} s{notes}"
         )
 
     def table(self, how: str = "table") -> None:
@@ -233,11 +281,81 @@ def limit_loss(
         start_again(conversion)
     progress.tell("loss", 1.0)
     texts = {name: tuple(r.text for r in routes) for name, routes in conversion.untuned.items()}
-    file = tuning_file.file_of(conversion, texts, rows, set(), (1.0, 1.0, 1.0), is_graph=False)
+    file = tuning_file.file_of(
+        conversion, texts, rows, set(), (1.0, 1.0, 1.0), is_graph=False, is_timed=False,
+        is_emulated=_is_emulated(conversion, groups),
+    )  # fmt: skip
     unseen = tuple(
         name for name, site in conversion.sites.items() if name not in rows and site.routes[0].text
     )
-    return trial.outcome(off, relative, time.monotonic() - begun, file, unseen)
+    unjudged = _unjudged(conversion, rows)
+    return trial.outcome(off, relative, time.monotonic() - begun, file, unseen, unjudged)
+
+
+def _is_emulated(conversion: Conversion, groups: Iterable[Group]) -> bool:
+    """Whether the device of the model does not run a kernel of the trial."""
+    here = device_of(shape_of(next(iter(conversion.sites.values())).module)[3])
+    names = {name for group in groups if group.gemm != RELU for name in group.kernels}
+    return any(name in KERNELS and not KERNELS[name].runs_on(here) for name in names)
+
+
+def _unjudged(conversion: Conversion, rows: Rows) -> tuple[UnjudgedSite, ...]:
+    """Chains, and products in FP8, that batches call, but at no m at which they run."""
+    found = []
+    for span in conversion.spans:
+        for chain in span.plan.chains:
+            sites = span.sites_of(chain)
+            sizes = rows.get(sites[0], ())
+            if sizes and not any(steps_at(chain.text, m) for m in sizes):
+                parts = [
+                    [(start, tuple(step.kernel for step in steps)) for start, steps in part]
+                    for part in read_plan(chain.text)[1:]
+                ]
+                found.append(_unjudged_site(words_of(sites), parts, sizes, is_chain=True))
+    for name, site in conversion.sites.items():
+        text, sizes = site.routes[0].text, rows.get(name, ())
+        if text and sizes and not any(kernel_at(text, m) for m in sizes):
+            segments = [
+                [(start, (kernel,) if kernel else ()) for start, kernel in part]
+                for part in read_route(text)[1:]
+            ]
+            found.append(_unjudged_site(name, segments, sizes))
+    return tuple(found)
+
+
+def _unjudged_site(
+    name: str, parts: Sequence[Sequence[tuple[int, tuple[str, ...]]]], sizes: Sequence[int],
+    is_chain: bool = False,
+) -> UnjudgedSite:  # fmt: skip
+    """From first m and kernels, for m that 16 divides and for other m."""
+    both = [_ranges(part) for part in parts]
+    rounded = [(-(-first // 16) * 16, last) for first, last in both[0]]
+    least = min(first for first, _ in (*rounded[:1], *both[1][:1]))
+    shown = (both[0] if both[1] else rounded) or both[1]
+    only = "" if both[1] else " that 16 divides"
+    ends = ("" if m == last else ".." if last == ANY_M - 1 else f"..{last}" for m, last in shown)
+    ranges = ", ".join(f"{m}{end}" for (m, _), end in zip(shown, ends, strict=True))
+    names = dict.fromkeys(name for part in parts for _, kernels in part for name in kernels)
+    what, stays = ("a chain", "stays") if is_chain else ("quantized", "stays in FP8")
+    why = f"{what} at m={ranges}{only}; the batches have {_words(sizes)} rows: not judged, {stays}"
+    return UnjudgedSite(name, tuple(names), least, tuple(sizes), why)
+
+
+def _ranges(part: Sequence[tuple[int, tuple[str, ...]]]) -> list[tuple[int, int]]:
+    """The first and last m of each range with kernels."""
+    found: list[tuple[int, int]] = []
+    for (start, kernels), (end, _) in pairwise([*part, (ANY_M, ())]):
+        if kernels and found and found[-1][1] == start - 1:
+            found[-1] = (found[-1][0], end - 1)
+        elif kernels:
+            found.append((max(start, 1), end - 1))
+    return found
+
+
+def _words(sizes: Iterable[int]) -> str:
+    """Numbers of rows; the least and the largest of many."""
+    some = sorted(sizes)
+    return ", ".join(map(str, some)) if len(some) <= 4 else f"{some[0]} to {some[-1]}"
 
 
 def _checked(loss: Callable[[Any], Tensor | float], batch: Any) -> Tensor | float:
@@ -367,6 +485,7 @@ class _Trial:
         seconds: float,
         file: tuning_file.TuningFile,
         unseen: tuple[str, ...],
+        unjudged: tuple[UnjudgedSite, ...],
     ) -> LossLimit:
         """What is told."""
         sites = [
@@ -381,7 +500,7 @@ class _Trial:
             front.append((limit, sum(map(self._mean, within)), sum(o.gain_us for o in within)))
         return LossLimit(
             tuple(sites), relative, self._before, sum(map(self._mean, self._kept)), self._after,
-            tuple(front), self.runs, seconds, unseen, file,
+            tuple(front), self.runs, seconds, unseen, unjudged, file,
         )  # fmt: skip
 
     def _check_repeats(self, relative: float) -> None:

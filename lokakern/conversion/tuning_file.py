@@ -3,7 +3,9 @@
 The file names each product with the route that was timed, and each chain with its plan, and says
 whether it is kept. Applied to a conversion that chose the same routes and plans, the worst that a
 file can do is not to quantize. A file for another model, device or version is refused, because what
-gained there may lose here.
+gained there may lose here. What a limit of the loss decided follows from times in the database and
+from errors, which emulated kernels have, too: a file with nothing else names the device that the
+conversion was for, wherever it ran.
 """
 
 from __future__ import annotations
@@ -37,9 +39,9 @@ from lokakern.version import __version__
 if TYPE_CHECKING:
     from lokakern.conversion.convert import Conversion
 
-FORMAT, VERSION = "lokakern tuning", 4
+FORMAT, VERSION = "lokakern tuning", 5
 LARGEST_FILE_BYTES = 16 * 2**20  # 10 000 layers
-_REMEDY = "tune again, and save"
+_REMEDY = "tune or limit again, and save"
 
 _Name = Annotated[str, Meta(max_length=1000)]
 _Text = Annotated[str, Meta(max_length=20_000)]
@@ -78,7 +80,13 @@ class TunedSite(Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class TuningFile(Struct, forbid_unknown_fields=True, frozen=True):
-    """The content of a file. ``gain`` is the step's, with its interval; 1 where nothing is kept."""
+    """The content of a file.
+
+    ``gain`` is the step's, with its interval; 1 where nothing is kept. ``is_timed`` says whether
+    steps were timed: then ``device`` is the model's, else that of the times in the database, and
+    ``torch`` has no local part such as "+cpu". ``is_emulated``: whether a limit of the loss ran
+    emulations of kernels.
+    """
 
     format: str
     version: int
@@ -93,6 +101,8 @@ class TuningFile(Struct, forbid_unknown_fields=True, frozen=True):
     sites: Annotated[list[TunedSite], Meta(max_length=100_000)]
     chains: Annotated[list[TunedChain], Meta(max_length=100_000)]
     has_relus: bool  # relus in products, gradients behind layers in one op, forms of layers
+    is_timed: bool
+    is_emulated: bool
     digest: _Name = ""
 
     @property
@@ -126,6 +136,8 @@ def file_of(
     dropped_chains: Collection[ChainSites] = (),
     has_relus: bool = True,
     tried: Iterable[str] = (),
+    is_timed: bool = True,
+    is_emulated: bool = False,
 ) -> TuningFile:
     """The content for a conversion whose routes before the tuning are these.
 
@@ -149,9 +161,11 @@ def file_of(
     ]
     every = {text for texts in routes.values() for text in texts}
     found = TuningFile(
-        FORMAT, VERSION, __version__, str(torch.__version__), now_utc_ms(),
-        asdict(_device(conversion)), conversion.is_inference, is_graph, gain,
-        _kernels(every, plans.values(), tried), sites, chains, has_relus,
+        FORMAT, VERSION, __version__,
+        str(torch.__version__) if is_timed else str(torch.__version__).partition("+")[0],
+        now_utc_ms(), asdict(_device(conversion, is_timed)), conversion.is_inference, is_graph,
+        gain, _kernels(every, plans.values(), tried), sites, chains, has_relus, is_timed,
+        is_emulated,
     )  # fmt: skip
     return msgspec.structs.replace(found, digest=_digest(found))
 
@@ -221,7 +235,10 @@ def check(file: TuningFile, conversion: Conversion, path: str) -> None:
     routes = {s.name: tuple(r.text for r in s.routes) for s in conversion.sites.values()}
     # Files of before have no digests of these kernels.
     tried = [name for name in (RELU_KERNEL, GRADIENT_KERNEL) if name in file.kernels]
-    here = file_of(conversion, routes, {}, set(), (1.0, 1.0, 1.0), file.is_graph, tried=tried)
+    here = file_of(
+        conversion, routes, {}, set(), (1.0, 1.0, 1.0), file.is_graph, tried=tried,
+        is_timed=file.is_timed,
+    )  # fmt: skip
     for name in ("device", "torch", "lokakern", "is_inference", "kernels"):
         then, now = getattr(file, name), getattr(here, name)
         if then != now:
@@ -273,9 +290,11 @@ def _digest(file: TuningFile) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _device(conversion: Conversion) -> Device:
-    """The device of the model."""
+def _device(conversion: Conversion, is_timed: bool) -> Device:
+    """The device of the model if its step was timed, else the one that kernels were chosen for."""
     weight = shape_of(next(iter(conversion.sites.values())).module)[3]
+    if not is_timed:
+        return conversion._device_for(weight)
     return current_device(weight.device.type, weight.device.index or 0)
 
 

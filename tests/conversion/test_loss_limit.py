@@ -18,9 +18,15 @@ from torch import Tensor, nn
 
 import lokakern
 from lokakern.conversion.convert import Conversion
-from lokakern.conversion.loss_limit import BINS, LossLimit, Option, best_within
+from lokakern.conversion.loss_limit import (
+    BINS,
+    LossLimit,
+    Option,
+    _unjudged_site,
+    best_within,
+)
 from lokakern.conversion.tune import tune
-from lokakern.errors import MeasurementError, UnsupportedError
+from lokakern.errors import ChoicesError, MeasurementError, UnsupportedError
 from lokakern.nn.rectified import KERNEL as RELU_KERNEL
 from lokakern.nn.routed_matmul import kernel_at
 from lokakern.problems import make_problem
@@ -268,6 +274,108 @@ def test_rows_of_every_batch_count(known: Book) -> None:
     assert [site.name for site in found.sites] == EVERY and not in_fp8(handle)
 
 
+def test_products_at_other_rows_are_named(known: Book) -> None:
+    class Sliced(Branches):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.parts[0](x).float().sum(0) + self.parts[1](x[:17]).float().sum(0)
+
+    model = Sliced().bfloat16().eval().requires_grad_(False)
+    handle = convert(model, 0.06, m_range=(M, M))
+    found = handle.limit_loss(lambda x: 1.0 + model(x).square().mean(), batches(), relative=1e-12)
+    assert [site.name for site in found.sites] == EVERY[:1]
+    (other,) = found.unjudged
+    assert (other.name, other.kernels, other.least_m, other.rows) == (EVERY[1], (ROW,), M, (17,))
+    words = "quantized at m=64; the batches have 17 rows: not judged"
+    assert found.rows[1]["why"] == f"{words}, stays in FP8" == other.why and found.rows[1]["kept"]
+    assert found.rows[0]["why"] == "" and found.rows[0].keys() == found.rows[1].keys()
+    assert (
+        "0 of 1 products and chains kept" in found.summary
+        and "; 1 not judged: their rows are others than those of the batches (17);" in found.summary
+        and "the least m" not in found.summary
+    )
+    assert in_fp8(handle) == EVERY[1:]
+    found.table()
+
+
+def test_where_nothing_is_judged_the_least_rows_are_told(known: Book) -> None:
+    wide = list(torch.randn(4, 2 * M, WIDTH).bfloat16())
+    found, handle = limited(model_of(), 1e-12, wide, m_range=(M, M))
+    assert found.sites == () and [site.name for site in found.unjudged] == EVERY
+    assert found.summary == (
+        "no product is quantized at these rows: the loss is that of nn.Linear; 4 not judged: their "
+        "rows are others than those of the batches (128); the least m at which one runs is 64"
+    )
+    assert in_fp8(handle) == EVERY
+    assert found.file.dropped == set() and not found.file.is_emulated
+
+
+@pytest.mark.parametrize(
+    ("parts", "least_m", "words"),
+    [
+        (([(0, ()), (6280, ("x",))], [(0, ())]), 6288, "m=6288.. that 16 divides;"),
+        (([(0, ()), (6280, ("x",)), (7000, ("y",)), (8001, ())], [(0, ()), (9001, ("x",))]), 6288,
+         "m=6280..8000;"),
+        (([(0, ())], [(0, ("x",)), (9, ()), (20, ("y",)), (31, ())]), 1, "m=1..8, 20..30;"),
+        (([(0, ("x",)), (512, ())], [(0, ())]), 16, "m=16..511 that 16 divides;"),
+    ],
+)  # fmt: skip
+def test_ranges_of_rows_in_words(parts: Any, least_m: int, words: str) -> None:
+    found = _unjudged_site("layer", parts, [5])
+    assert found.least_m == least_m and found.why.startswith(f"quantized at {words}")
+
+
+def test_chains_at_other_rows_are_named(chains: Book) -> None:  # noqa: F811
+    model = tower()
+    handle = convert(model, 0.06, m_range=(512, 2048))
+    seen = [rows_of_tower(64) for _ in range(5)]
+    seen += [rows_of_tower(m) for m in (16, 32, 48, 80)]
+    found = handle.limit_loss(lambda x: 1.0 + model(x).float().square().mean(), seen)
+    assert [site.name for site in found.unjudged] == ["0 to 2", "0", "2"]
+    assert found.unjudged[0].why.startswith("a chain at m=512..2048")
+    assert "the batches have 16 to 80 rows" in found.unjudged[0].why
+    assert len(found.unjudged[0].kernels) > 0 and is_chained(model)
+
+
+def test_forced_kernels_are_judged_at_any_rows(known: Book) -> None:
+    model = model_of()
+    handle = convert(model, kernels={"output": "row"}, device=None)
+    seen = list(torch.randn(4, 256, WIDTH).bfloat16())
+    found = handle.limit_loss(loss_by(model), seen, relative=1.0)
+    assert [site.name for site in found.sites] == EVERY and not found.unjudged
+    assert [site.gain_us for site in found.sites] == [None] * 4
+    assert all(site.is_kept for site in found.sites) and "emulated" not in found.summary
+
+
+def test_the_file_of_a_limit_is_for_the_device_of_the_conversion(
+    known: Book, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a limit alone; a tuning behind it timed steps here."""
+    limit = 0.5 * limited(model_of(), 1.0)[0].sites[2].change.mean
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
+    found, handle = limited(model_of(), limit)
+    assert found.file.is_emulated and "; errors were emulated" in found.summary
+    assert found.file.device["product"] == H200.product and found.file.torch == "2.13.0"
+    found.save(tmp_path / "limit.json")
+    script = AtRows(handle, lambda on: 100.0 - 10 * len(on))
+    tuned = tune(handle, lambda: handle.model(batches()[0]), make_timer=script)
+    assert tuned.file.is_timed and tuned.file.device["vendor"] == "cpu"
+    assert tuned.file.torch == "2.13.0+cpu" and tuned.file.over_limit == {(EVERY[2], "output")}
+    tuned.save(tmp_path / "both.json")
+    with pytest.raises(ChoicesError, match=r"its device is .*; tune or limit again"):
+        convert(model_of(), 0.06, device=None, tuned=tmp_path / "limit.json")
+
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")  # as on the GPU
+    monkeypatch.setattr("lokakern.conversion.convert.device_of", lambda _: H200)
+    monkeypatch.setattr("lokakern.conversion.tuning_file.current_device", lambda *_: H200)
+    other = convert(model_of(), 0.06, device=None, tuned=tmp_path / "limit.json")
+    assert in_fp8(other) == [EVERY[0], EVERY[1], EVERY[3]]
+    with pytest.raises(ChoicesError, match="its device is"):
+        convert(model_of(), 0.06, device=None, tuned=tmp_path / "both.json")
+    monkeypatch.setattr(torch, "__version__", "2.14.0+cu130")
+    with pytest.raises(ChoicesError, match=r"its torch is '2\.13\.0', and here it is '2\.14\.0'"):
+        convert(model_of(), 0.06, device=None, tuned=tmp_path / "limit.json")
+
+
 def test_layers_that_no_batch_calls_are_told(known: Book) -> None:
     model = model_of()
     handle = convert(model, 0.06)
@@ -379,6 +487,10 @@ def test_relus_in_products_are_not_given_up(known: Book) -> None:
     found = handle.limit_loss(loss, batches(), relative=1e-12)
     assert [(site.name, site.is_kept) for site in found.sites] == [("3", False)]
     assert handle.rectified == relus and not in_fp8(handle)
+    three = nn.Sequential(*model[:3])
+    handle.undo()
+    found = convert(three, 0.06).limit_loss(lambda x: three(x).float().square().mean(), batches())
+    assert not found.sites and not found.file.is_emulated
 
 
 def test_a_product_whose_loss_is_not_finite_goes(known: Book) -> None:

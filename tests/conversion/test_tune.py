@@ -579,7 +579,7 @@ def test_a_file_of_another_version_is_refused(
     ("old", "new", "words"),
     [
         (b'"is_kept": true', b'"is_kept": false', "it was changed since it was written"),
-        (b'"version": 4', b'"version": 5', "of version 5, and this lokakern reads"),
+        (b'"version": 5', b'"version": 4', "of version 4, and this lokakern reads"),
         (b'"format"', b'"farmat"', "missing required field"),
         (b'"n": 64', b'"n": -64', "Expected `int` >= 0"),
         (b'"sites"', b'"more": 1, "sites"', "unknown field"),
