@@ -62,6 +62,14 @@ def results(model: Any, x: Tensor) -> list[Tensor]:
     return [y.detach(), x.grad, *(p.grad for p in model.parameters())]  # type: ignore[list-item]
 
 
+def assert_as_exact(mine: list[Tensor], theirs: list[Tensor], exact: list[Tensor]) -> None:
+    for one, other, right in zip(mine, theirs, exact, strict=True):
+        assert one.dtype is other.dtype and one.shape == other.shape
+        size = right.norm() + 1e-30
+        error, rounding = ((y.double() - right).norm() / size for y in (one, other))
+        assert error <= 1.2 * rounding + 2e-3
+
+
 def test_the_form_of_a_layer() -> None:
     def form(*sizes: int, **options: Any) -> str:
         return form_of(Linear(*sizes, **options))
@@ -90,11 +98,7 @@ def test_a_layer_with_one_output_is_as_exact_as_its_product(
     mine = results(compiled(model, fullgraph=True), x)
     torch._dynamo.reset()
     theirs = results(compiled(plain, fullgraph=True), x)
-    for one, other, right in zip(mine, theirs, exact, strict=True):
-        assert one.dtype is other.dtype and one.shape == other.shape
-        size = right.norm() + 1e-30
-        error, rounding = ((y.double() - right).norm() / size for y in (one, other))
-        assert error <= 1.2 * rounding + 2e-3
+    assert_as_exact(mine, theirs, exact)
 
 
 @pytest.mark.parametrize("n", [1, N])
@@ -109,14 +113,22 @@ def test_forms_under_autocast_are_those_of_bfloat16(n: int) -> None:
         mine = results(compiled(model, fullgraph=True), x)
         torch._dynamo.reset()
         theirs = results(compiled(plain, fullgraph=True), x)
-    for one, other, right in zip(mine, theirs, exact, strict=True):
-        assert one.dtype is other.dtype and one.shape == other.shape
-        size = right.norm() + 1e-30
-        error, rounding = ((y.double() - right).norm() / size for y in (one, other))
-        assert error <= 1.2 * rounding + 2e-3
+    assert_as_exact(mine, theirs, exact)
     with torch.autocast("cpu", torch.bfloat16):
         torch._dynamo.reset()
         assert calls_of(compiled(model), x.requires_grad_()) == (n > 1)
+
+
+@pytest.mark.parametrize("transposes", [False, True])
+def test_a_compiler_does_not_round_sums_for_a_bias_of_float32(transposes: bool) -> None:
+    layer = linear().float()
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        torch._inductor.config.patch(force_disable_caches=True),
+    ):
+        step(torch.compile(Heads(layer, transposes=transposes), fullgraph=True), rows(48).float())
+    sums = layer.bias.grad
+    assert sums is not None and not torch.equal(sums, sums.bfloat16().float())
 
 
 def test_no_product_of_a_layer_with_one_output_is_left_to_a_library() -> None:

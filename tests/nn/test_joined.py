@@ -25,7 +25,7 @@ from lokakern.nn.static_handoff import BoundedSequential, set_handoff
 from lokakern.norm import norm_named, normalize
 from lokakern.sums import column_sums
 from tests.support import compiled_steps
-from tests.support.compiled_steps import compiled, step
+from tests.support.compiled_steps import Behind, compiled, step
 from tests.support.routed_layers import BY_ROW, K, layer_of, rows
 
 N = 2 * K
@@ -435,16 +435,6 @@ def test_dynamic_rows(norm: str) -> None:
     run = compiled(model, fullgraph=True, dynamic=True)
     for m in (48, 33, 64):
         assert calls_of(run, rows(m).requires_grad_()) == 4
-
-
-class Behind(nn.Module):
-    def __init__(self, model: nn.Module, *, writes: bool) -> None:
-        super().__init__()
-        self.model, self.writes = model, writes
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.model(x)
-        return y.sub_(1.0) if self.writes else y - 1.0
 
 
 @pytest.mark.parametrize("relus", [False, True])

@@ -25,7 +25,7 @@ from lokakern.nn.rectified import KERNEL, rectified_between
 from lokakern.nn.static_handoff import set_handoff
 from lokakern.nn.tail import Tail, planned_tails, run_tail
 from tests.support import compiled_steps
-from tests.support.compiled_steps import compiled, step
+from tests.support.compiled_steps import Behind, compiled, step
 from tests.support.routed_layers import BY_ROW, K, layer_of, rows
 
 N = 2 * K
@@ -316,6 +316,17 @@ def test_plans_are_those_of_modules_in_a_sequence() -> None:
     assert not planned_tails(found_tails(model), model, has_relus=True, is_joined=True)[1].plan
     assert found_tails(model.float())  # for autocast
     assert not found_tails(model.double())
+
+
+@pytest.mark.parametrize(("kind", "count"), [(nn.Tanh, 1), (One, 0)])
+def test_a_tail_does_not_pass_a_module_that_may_write(kind: type[nn.Module], count: int) -> None:
+    def run(s: Any, x: Tensor) -> Any:
+        y, z = s.fc(x), s.between(x)
+        return s.norm(y).sum() + z.sum()
+
+    model = Block(run)
+    model.between = kind()
+    assert len(found_tails(model.bfloat16())) == count
 
 
 def test_layers_without_a_bias() -> None:
@@ -802,16 +813,6 @@ def test_a_tail_that_is_not_there_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="does not call fc and relu"):
         set_crosses(model, [], "", [Tail(("fc", "relu"), rectified.ALWAYS, "")])
     assert "forward" not in vars(model)
-
-
-class Behind(nn.Module):
-    def __init__(self, model: nn.Module, *, writes: bool) -> None:
-        super().__init__()
-        self.model, self.writes = model, writes
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.model(x)
-        return y.sub_(1.0) if self.writes else y - 1.0
 
 
 @pytest.mark.parametrize("relus", [False, True])

@@ -27,3 +27,15 @@ def calls_of(op: str, model: Callable[[Tensor], Tensor], x: Tensor) -> int:
 def compiled(model: nn.Module, **options: Any) -> Any:
     """The model as Dynamo and AOTAutograd trace it, without a compiler's code."""
     return torch.compile(model, backend="aot_eager", **options)
+
+
+class Behind(nn.Module):
+    """A model and a subtraction behind it, which may write to the model's output."""
+
+    def __init__(self, model: nn.Module, *, writes: bool) -> None:
+        super().__init__()
+        self.model, self.writes = model, writes
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.model(x)
+        return y.sub_(1.0) if self.writes else y - 1.0
