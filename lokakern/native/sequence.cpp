@@ -255,29 +255,33 @@ py::object called(PyObject* module, const py::object& x, PyObject* describe) {
   return py::reinterpret_steal<py::object>(PyObject_CallOneArg(module, x.ptr()));
 }
 
-// A layer and the relu behind it in one launch, as `lokakern.nn.rectified`; undefined if Python has
-// to look.
-at::Tensor rectified(PyObject* layer, PyObject* relu, const py::object& input, PyObject* describe) {
+// A layer and the relu behind it in one launch, as `lokakern.nn.rectified`; undefined where Python
+// would call one by one, for a gradient or with other dtypes; nothing if Python has to look.
+std::optional<at::Tensor> rectified(PyObject* layer, PyObject* relu, const py::object& input,
+                                    PyObject* describe) {
   PyObject *const dict = dict_of(layer), *const other = dict_of(relu);
   const auto *const known = classes().find(layer), *const last = classes().find(relu);
   if (!dict || !other || !known || !last || known->kind != Kind::kConverted ||
       last->kind != Kind::kRelu || !THPVariable_CheckExact(input.ptr()) ||
       !is_plain(dict, *known) || !is_plain(other, *last) || item(dict, names().weight) ||
       item(dict, names().bias))
-    return {};
+    return std::nullopt;
   const at::Tensor& x = THPVariable_Unpack(input.ptr());
   PyObject* const parameters = item(dict, names().parameters);
   const auto weight = tensor_in(item(parameters, names().weight)),
              bias = tensor_in(item(parameters, names().bias));
-  if (!weight || !bias) return {};
-  for (const at::Tensor* each : {&x, &*weight, &*bias})
-    if (!is_usual(*each, x) || each->scalar_type() != at::kBFloat16 ||
+  if (!weight || !bias) return std::nullopt;
+  const auto operands = {&x, &*weight, &*bias};
+  for (const at::Tensor* each : operands)
+    if (!is_usual(*each, x)) return std::nullopt;
+  for (const at::Tensor* each : operands)
+    if (each->scalar_type() != at::kBFloat16 ||
         (at::GradMode::is_enabled() && each->requires_grad()))
-      return {};
+      return at::Tensor();
   if (x.dim() < 2 || (x.dim() > 2 && !x.is_contiguous()) || x.size(-1) != weight->size(-1) ||
       at::autocast::is_autocast_enabled(x.device().type()) ||
       !is_unquantized(item(dict, names().plan), describe, row_count(x)))
-    return {};
+    return std::nullopt;
   return without_gil([&] {
     const at::Tensor rows = x.dim() == 2 ? x : x.reshape({-1, x.size(-1)});
     at::Tensor y = at::_addmm_activation(*bias, rows, weight->t());
@@ -333,18 +337,20 @@ PyObject* call_sequence(PyObject*, PyObject* const* given, Py_ssize_t count) {
     if (state && (!THPVariable_CheckExact(y.ptr()) || row_count(THPVariable_Unpack(y.ptr())) != m))
       return PyObject_CallMethodObjArgs(of.sequence.ptr(), of.run_from, given[0], y.ptr(),
                                         here.ptr(), handoff.ptr(), nullptr);
-    if (state < 2) {
-      y = called(children[place++].ptr(), y, given[2]);
-      if (!y) return nullptr;
-      continue;
-    }
+    bool is_alone = state < 2;
     if (state == kRectified && place + 1 < children.size()) {
-      at::Tensor both = rectified(children[place].ptr(), children[place + 1].ptr(), y, given[2]);
-      if (both.defined()) {
-        y = py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(both)));
+      auto both = rectified(children[place].ptr(), children[place + 1].ptr(), y, given[2]);
+      if (both && both->defined()) {
+        y = py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(*both)));
         place += 2;
         continue;
       }
+      is_alone = both.has_value();
+    }
+    if (is_alone) {
+      y = called(children[place++].ptr(), y, given[2]);
+      if (!y) return nullptr;
+      continue;
     }
     const auto handed = py::reinterpret_steal<py::object>(PyObject_CallMethodObjArgs(
         of.sequence.ptr(), of.handed, given[0], y.ptr(), here.ptr(), rows.ptr(), handoff.ptr(),

@@ -17,7 +17,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor, is_grad_enabled, nn
 from torch.compiler import is_compiling
 
 from lokakern.errors import UnsupportedError
@@ -95,6 +95,7 @@ _ROWWISE = frozenset((
 _KEEPS_ROWS = "\2"
 _DERIVED = ("_chain_recipes", "_by_rows")
 _MOST_ROWS = 16
+_RELU = 3  # a state of `_states_at`
 
 
 class BoundedSequential(nn.Sequential):
@@ -202,7 +203,9 @@ class BoundedSequential(nn.Sequential):
                 rows = rows_in(input)  # a hook, or another module, may change them
                 if rows != m:
                     m, states = rows, _states_at(*settings, rows)
-                if states[here] > 1:
+                # With a gradient an eager layer and its relu run one by one.
+                is_alone = states[here] == _RELU and is_grad_enabled() and input.requires_grad
+                if states[here] > 1 and not is_alone:
                     input, place = BoundedSequential._handed(self, input, here, m, handoff)
                     continue
             input = modules[here](input)
@@ -295,13 +298,13 @@ def _states_at(
 ) -> tuple[int, ...]:  # fmt: skip
     """For each place 0 if nothing is set, and else 1 if it does not hold at m, 2 if it may.
 
-    3 if all that may hold is a relu in a product, which C++ computes.
+    `_RELU` if all that may hold is a relu in a product, which C++ computes.
     """
     found = []
     for scale, route, plan, joined in zip(scales, activating, chains, rectified, strict=True):
         is_idle = not scale and m >= 0 and not kernel_at(route, m) and is_idle_at(plan, m)
         if is_idle and kernel_at(joined, m):
-            found.append(3)
+            found.append(_RELU)
         else:
             found.append((1 if is_idle else 2) if scale or route or plan or joined else 0)
     return tuple(found)
@@ -320,7 +323,7 @@ def _relus_at(known: str, m: int) -> str | None:
     if any(joined):
         return None
     states = _states_at(*columns, m)
-    return None if 2 in states else ",".join(str(i) for i, x in enumerate(states) if x == 3)
+    return None if 2 in states else ",".join(str(i) for i, x in enumerate(states) if x == _RELU)
 
 
 def _drops_scale(module: Linear, m: int) -> bool:

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from lokakern.native import NATIVE
 from lokakern.nn.linear import Linear
+from lokakern.nn.rectified import ALWAYS
 from lokakern.nn.static_handoff import BoundedSequential, set_handoff
 from tests.support import native
 from tests.support.routed_layers import BY_ROW, K, layer_of, rows
@@ -317,6 +318,26 @@ def test_settings_that_hold_run_among_other_modules(
         assert forwards(lambda: model(x)) == []
         model._modules["3"] = nn.ReLU()
         assert torch.equal(model(x), plain(model)(x)) and made[-1] is False
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gradients_of_relus_in_products_need_no_python(
+    dtype: torch.dtype, made: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eager layers with gradients run one by one, as nn.Sequential calls them."""
+    model = sequence(nn.Linear(K, K), nn.Tanh(), dtype=dtype)
+    set_handoff(model, [""] * 4, [""] * 4, rectified=[ALWAYS, "", "", ""])
+    x, asked = rows(IDLE).to(dtype), []
+    run = BoundedSequential._handed
+    monkeypatch.setattr(BoundedSequential, "_handed", lambda *g: asked.append(g[2]) or run(*g))
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.float32):
+        expected = results(plain(model), x)
+        assert same(results(idle(model), x), expected) and not asked[1:]
+        asked.clear()
+        made.clear()
+        assert same(results(model, x), expected) and made == [True] and not asked
+        monkeypatch.setattr(NATIVE, "call_sequence", None)
+        assert same(results(model, x), expected) and not asked
 
 
 def test_several_sizes_in_turn(made: list[bool]) -> None:
