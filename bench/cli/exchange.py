@@ -92,8 +92,12 @@ def import_(
         else:
             path = options.file_of(source, "import")
         report = import_file(path, target, trusted=trust, sha256=sha256)
+    shipped = _words(report.shipped)
+    in_shipped = "" if shipped == "nothing" else f"in the shipped files already: {shipped}; "
     say(f"{target}: added {_words(report.added)}; there already: {_words(report.known)}; "
-         f"left out, unreferenced: {_words(report.left_out)}")  # fmt: skip
+        f"{in_shipped}left out, unreferenced: {_words(report.left_out)}")  # fmt: skip
+    if not any((*report.added.values(), *report.known.values())) and not target.exists():
+        say(f"{target} is not written: dispatch reads these rows from the shipped files")
     if any(report.added.values()) and not trust:
         say(f"they are quarantined in {imports_folder(target)} and count with caution until "
             "`verify` has repeated some of the measurements")  # fmt: skip

@@ -44,7 +44,7 @@ _SAID_BY_OTHERS = ("reason", "command")  # what is not printable becomes a space
 def locked(database: Path) -> Iterator[Path]:
     """Hold the lock of a database's file; yields where the file really lies, links followed.
 
-    The folder is made if it is missing.
+    The folder is made if it is missing. The lock's file goes where no database was written.
 
     Raises:
         DatabaseError: Another process held it for too long, or it cannot be made.
@@ -64,6 +64,8 @@ def locked(database: Path) -> Iterator[Path]:
     try:
         yield place
     finally:
+        if not place.exists():
+            path.unlink(missing_ok=True)
         lock.release()
 
 

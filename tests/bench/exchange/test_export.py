@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from lokakern.bench.cli.main import app
 from lokakern.bench.exchange.export import current_rows, export
 from lokakern.errors import DatabaseError
 from lokakern.registry.register import kernels_for
@@ -82,6 +86,25 @@ def exported(
     more = with_more(folder / "more.sqlite", device)
     target = folder / "out" / "h200.sqlite"
     return target, export(union_of([shipped], [more]), target, device)
+
+
+@pytest.mark.rest
+def test_the_example_in_the_docs_is_true(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/share.md, but for sizes and counts, which versions of SQLite and libraries change."""
+    page = Path(__file__).parents[3] / "docs" / "share.md"
+    mark = r"<!-- run by tests/bench/exchange/test_export.py -->\n```\n(.*?)```"
+    (block,) = re.findall(mark, page.read_text("utf-8"), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LOKAKERN_DB", str(tmp_path / "lokakern.sqlite"))
+    dispatcher.use_snapshot(None)
+    for part in block.split("$ python -m lokakern.bench ")[1:]:
+        line, expected = part.split("\n", 1)
+        words = [str(p) for w in shlex.split(line) for p in (sorted(Path().glob(w)) or [w])]
+        ended = CliRunner().invoke(app, words)
+        assert ended.exit_code == 0, ended.output
+        said = ended.output.replace(f"{tmp_path}/", "")
+        counts = re.compile(r"[\d.]+")
+        assert counts.sub("N", said) == counts.sub("N", expected), line
 
 
 @pytest.mark.rest
