@@ -143,8 +143,12 @@ class Worth:
         )
 
     def missing(self) -> list[dict[str, Any]]:
-        """Layers of a suite that were never measured, without batched products."""
+        """Layers of a suite that were never measured, without batched products.
+
+        Layers of equal sizes are one, with the names of all and their number of calls.
+        """
         forms: dict[tuple[int, int, int], dict[str, None]] = {}
+        counts: dict[tuple[int, int, int], dict[str, int]] = {}
         is_training = any(row.gemm != "output" for row in self.rows)
         of_output = ("gemm",) if is_training else ("gemm", "prepared")
         for row in self.rows:
@@ -152,7 +156,12 @@ class Worth:
             if row.us is None and p.batch == 1 and p.format is Format.BFLOAT16:
                 names = of_output if row.gemm == "output" else (row.gemm,)
                 forms.setdefault((p.m, p.n, p.k), {}).update(dict.fromkeys(names))
-        return [{"m": m, "n": n, "k": k, "forms": [*x]} for (m, n, k), x in forms.items()]
+                counts.setdefault((p.m, p.n, p.k), {})[p.layer] = p.count
+        return [
+            {"name": ", ".join(counts[m, n, k]), "count": sum(counts[m, n, k].values()),
+             "m": m, "n": n, "k": k, "forms": [*x]}
+            for (m, n, k), x in forms.items()
+        ]  # fmt: skip
 
 
 def worth(

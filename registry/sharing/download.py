@@ -45,8 +45,8 @@ def download(url: str, sha256: str | None, folder: Path, *, largest_bytes: int) 
         from pooch.downloaders import HTTPDownloader
     except ImportError:
         raise DatabaseError(
-            f"import {name!r}: pooch is not installed; pip install 'lokakern[exchange]', or "
-            "download the file yourself and import it with --sha256"
+            f"import {name!r}: pooch is not installed; pip install '.[exchange]' in a clone of "
+            "lokakern, or download the file yourself and import it with --sha256"
         ) from None
 
     def fetch(where: str, output: Any, cache: Any) -> None:

@@ -215,11 +215,14 @@ def test_training_includes_gradients(run: Run, tmp_path: Path) -> None:
 
 
 def test_missing_measurements_become_a_suite(run: Run, tmp_path: Path) -> None:
-    path, suite = shapes_file(tmp_path, "8192,512,512,,a", "64,77,99,2,b"), tmp_path / "more.toml"
+    lines = ("8192,512,512,,a", "64,77,99,2,b", "64,77,99,3,c")
+    path, suite = shapes_file(tmp_path, *lines), tmp_path / "more.toml"
     code, _, err = run("--shapes", path, *H200, "--missing", suite)
     assert (code, "sweep --suite" in err) == (0, True)
     cases = suite_from_file(suite).build(Format.E4M3FN)
     assert {case.problem.shape for case in cases} == {(64, 77, 99)}
+    (again,) = json.loads(run("--shapes", suite, *H200, "--json")[1])["layers"]
+    assert (again["layer"], again["count"]) == ("b, c", 5)
     code, _, err = run("--shapes", path, *H200, "--missing", tmp_path / "no" / "more.toml")
     assert code == 1
     assert "cannot be written: No such file or directory" in err
