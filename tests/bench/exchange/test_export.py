@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from lokakern.bench.cli.main import app
 from lokakern.bench.exchange.export import current_rows, export
 from lokakern.errors import DatabaseError
+from lokakern.progress import Progress
 from lokakern.registry.register import kernels_for
 from lokakern.registry.schema.records import KernelRow, TestResultRecord, TimingRecord
 from lokakern.registry.schema.row_keys import from_row
@@ -36,6 +37,16 @@ OK = TimingRecord(
     void_count=0, calls_per_replay=1, kernel_err=0.5, kernel_err_row_p99=0.4, timer="t",
     operand_digest="0" * 16,
 )  # fmt: skip
+
+
+class Shares(Progress):
+    """Keeps what is told; an export of the shipped rows takes seconds."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, float]] = []
+
+    def share(self, what: str, share: float) -> None:
+        self.told.append((what, share))
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +96,10 @@ def exported(
     folder = tmp_path_factory.mktemp("exported")
     more = with_more(folder / "more.sqlite", device)
     target = folder / "out" / "h200.sqlite"
-    return target, export(union_of([shipped], [more]), target, device)
+    with Shares() as shares:
+        left_out = export(union_of([shipped], [more]), target, device)
+    assert [share for what, share in shares.told if what == "exporting"] == [0, 0.2, 0.6, 0.8, 1]
+    return target, left_out
 
 
 @pytest.mark.rest
