@@ -38,7 +38,7 @@ EXAMPLES = {
     "diff": (
         "diff before.sqlite after.sqlite",
         "diff all.sqlite --before 2026-01-31",
-        "diff all.sqlite --from-device 'NVIDIA H100 80GB HBM3' --to-device 'NVIDIA H200'",
+        "diff all.sqlite --from-device 'NVIDIA H200' --to-device 'NVIDIA B200'",
     ),
     "describe": ("describe h200.sqlite", "describe h200.sqlite --json"),
     "explore": ("explore", "explore h200.sqlite --port 0"),

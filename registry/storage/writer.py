@@ -8,7 +8,7 @@ import operator
 import os
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -64,8 +64,9 @@ def locked(database: Path) -> Iterator[Path]:
     try:
         yield place
     finally:
-        if not place.exists():
-            path.unlink(missing_ok=True)
+        with suppress(OSError):  # in a folder that cannot be written it stays
+            if not place.exists():
+                path.unlink()
         lock.release()
 
 
