@@ -195,7 +195,7 @@ def test_paths_with_uri_characters_are_rejected(tmp_path: Path, name: str) -> No
 
 def test_missing_datasette_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasette.app", None)
-    with pytest.raises(UnsupportedError, match=r"pip install 'lokakern\[explore\]'"):
+    with pytest.raises(UnsupportedError, match=r"pip install '\.\[explore\]'"):
         server.explorer_of([H200_FILE])
 
 
