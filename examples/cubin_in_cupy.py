@@ -26,7 +26,7 @@ def main() -> None:
     except ImportError:
         cupy = None
     if cupy is None or not here:
-        print("not launched: that needs a GPU and CuPy (pip install 'lokakern[cupy]')")
+        print("not launched: that needs a GPU and CuPy (pip install '.[cupy]' in a clone)")
         return
 
     function = cupy.RawModule(path=str(cubin.path)).get_function(cubin.entry)

@@ -30,7 +30,7 @@ from lokakern.formats import Format, Granularity
 from lokakern.quantized_tensor import QuantizedTensor
 
 OWN = (Tensor, QuantizedTensor)  # first operands of calls that need nothing of this file
-INSTALL = "pip install 'lokakern[cupy]'"
+INSTALL = "pip install '.[cupy]' in a clone of lokakern"
 _WRITTEN = ("out", "amax")
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

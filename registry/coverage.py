@@ -144,7 +144,8 @@ class _Rows:
         if known:
             return _Verdict("none", f"timed on {products} by others, and not verified")
         if rows:
-            return _Verdict("stale", f"changed since it was timed on {products}")
+            library = ", or its library did" if kernel.libraries else ""
+            return _Verdict("stale", f"changed since it was timed on {products}{library}")
         return _Verdict("none", "never timed")
 
     def tested(self, kernel: Kernel, architecture: str) -> _Verdict:

@@ -212,6 +212,6 @@ def conflict(
     )
     second = f", the second in {source}" if source else ""
     return DatabaseError(
-        f"merge: {name} row {key} has two contents ({differing}{second}); rows are facts and "
+        f"{name} row {key} has two contents ({differing}{second}); rows are facts and "
         "never change, so one of the files was edited: leave it out"
     )

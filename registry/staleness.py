@@ -16,8 +16,13 @@ if TYPE_CHECKING:
 def is_current(kernel: KernelRow) -> bool:
     """Whether a row describes a kernel as it is now, digest and attributes.
 
-    A row of another version of a library than the installed one does not.
+    A row of another version of a library than the installed one does not. Which package is of a
+    library, and what a kernel is now, is known once kernels are imported, so that this imports
+    them (0.5 s): the answer must not depend on what else a command imports.
     """
+    from lokakern.registry.register import load_kernels
+
+    load_kernels()
     return _belongs(kernel) and _has_its_digest(kernel)
 
 

@@ -46,6 +46,7 @@ OUTPUTS = ("output", "exact output")
 BELIEVED = ("pip", "python3", "source")  # of an installation
 SERVES = "serves until Ctrl-C"
 ELSEWHERE = (
+    "run by tests/bench/exchange/test_export.py",
     "run by tests/bench/new_kernel/test_new_kernel.py",
     "run by tests/bench/models/test_public_models.py",
     "run by tests/native/test_serve_gpu.py",

@@ -38,8 +38,9 @@ EXAMPLES = {
     "diff": (
         "diff before.sqlite after.sqlite",
         "diff all.sqlite --before 2026-01-31",
-        "diff all.sqlite --from-device 'NVIDIA H100' --to-device 'NVIDIA H200'",
+        "diff all.sqlite --from-device 'NVIDIA H200' --to-device 'NVIDIA B200'",
     ),
+    "describe": ("describe h200.sqlite", "describe h200.sqlite --json"),
     "explore": ("explore", "explore h200.sqlite --port 0"),
     "new-kernel": ("new-kernel acme", "new-kernel acme --op quantize --out build/acme"),
     "list": ("list", "list coverage --device 'NVIDIA H200'", "list libraries --format csv"),

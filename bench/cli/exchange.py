@@ -92,8 +92,12 @@ def import_(
         else:
             path = options.file_of(source, "import")
         report = import_file(path, target, trusted=trust, sha256=sha256)
+    shipped = _words(report.shipped)
+    in_shipped = "" if shipped == "nothing" else f"in the shipped files already: {shipped}; "
     say(f"{target}: added {_words(report.added)}; there already: {_words(report.known)}; "
-         f"left out, unreferenced: {_words(report.left_out)}")  # fmt: skip
+        f"{in_shipped}left out, unreferenced: {_words(report.left_out)}")  # fmt: skip
+    if not any((*report.added.values(), *report.known.values())) and not target.exists():
+        say(f"{target} is not written: dispatch reads these rows from the shipped files")
     if any(report.added.values()) and not trust:
         say(f"they are quarantined in {imports_folder(target)} and count with caution until "
             "`verify` has repeated some of the measurements")  # fmt: skip
@@ -150,7 +154,8 @@ def diff(
 ) -> None:
     """List rows that are faster, slower, less accurate or missing in B, beyond noise, worst first.
 
-    The exit code is 6 if anything is slower, less accurate or fails in B, else 0.
+    Errors are compared at the seeds that both have. The exit code is 6 if anything is slower, less
+    accurate or fails in B, else 0.
     """
     from lokakern.bench.compare.diff import WORSE, Side, counts_of, differences, rows_of
     from lokakern.registry.sharing.import_file import read_foreign
@@ -181,16 +186,22 @@ def diff(
     ]
     one, other = Side(first, kinds[0], until_ms=until), Side(second, kinds[1], since)
     found = differences(one, other, limit=limit.value)
-    counts = counts_of(found)
     shown = [d for d in found if everything or d.verdict != "same"]
-    brief = how is OutputFormat.TABLE
-    printed = shown[: options.MOST_ROWS] if brief else shown
-    if printed or not brief:
-        terminal.print_rows(rows_of(printed, one, other, brief=brief), how)
-    if len(printed) < len(shown):
-        say(f"and {len(shown) - len(printed)} more: --format csv or json prints all")
-    say(f"{len(found)} cells: {_words(counts)}")
-    if any(counts[verdict] for verdict in WORSE):
+    if how is not OutputFormat.TABLE:
+        terminal.print_rows(rows_of(shown, one, other, brief=False), how)
+    for what in ("time_us", limit.value):
+        cells = [d for d in shown if d.what == what]
+        if how is OutputFormat.TABLE and cells:
+            printed = rows_of(cells[: options.MOST_ROWS], one, other, brief=True)
+            terminal.print_rows(printed, how, title=what)
+            if len(printed) < len(cells):
+                say(f"and {len(cells) - len(printed)} more: --format csv or json prints all")
+        counts = counts_of(d for d in found if d.what == what)
+        if count := sum(counts.values()):
+            say(f"{count} cell{'s' * (count > 1)} of {what}: {_words(counts)}")
+    if not found:
+        say("no cells: neither has times or errors")
+    if any(d.verdict in WORSE for d in found):
         raise typer.Exit(ExitCode.WORSE)
 
 

@@ -321,6 +321,7 @@ def _facts(row: Row) -> dict[str, Any]:
         "bf16_us": row.bf16_us, "speedup": row.speedup, "gain_us": row.gain_us,
         "row_err": row.row_err, "why": row.why,
         "predicted": None if row.predicted is None else asdict(row.predicted),
+        "transferred": None if row.transferred is None else asdict(row.transferred),
     }  # fmt: skip
 
 

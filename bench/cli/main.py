@@ -14,6 +14,7 @@ from lokakern.bench.cli import options
 from lokakern.bench.cli.chain import chain
 from lokakern.bench.cli.compare import compare
 from lokakern.bench.cli.contribute import contribute
+from lokakern.bench.cli.describe import describe
 from lokakern.bench.cli.examples import examples_of
 from lokakern.bench.cli.exchange import diff, export, import_, merge
 from lokakern.bench.cli.explain import explain
@@ -86,7 +87,8 @@ def list_(
     """List kernels with their measurements, libraries, suites, distributions, or the device.
 
     Coverage shows for each op and suite the number of problems with a time of every kernel, and the
-    number of rows that are fresh, usable (the toolchain differs) or stale (the kernel changed).
+    number of rows that are fresh, usable (the toolchain differs) or stale (the kernel changed), of
+    the shipped files and the database together; `describe` shows one database alone.
     Libraries that fail or were never tried are tried first. --device goes with device and coverage.
     """
     from lokakern.bench.report import library_smoke, listing
@@ -120,8 +122,8 @@ for name, command in {
     "sweep": sweep, "fit": fit, "host": host, "explain": explain, "chain": chain, "model": model,
     "tune": tune,
     "compare": compare, "report": report, "export": export, "import": import_, "verify": verify,
-    "contribute": contribute, "merge": merge, "diff": diff, "explore": explore, "list": list_,
-    "new-kernel": new_kernel,
+    "contribute": contribute, "merge": merge, "diff": diff, "describe": describe,
+    "explore": explore, "list": list_, "new-kernel": new_kernel,
 }.items():  # fmt: skip
     app.command(name, epilog=examples_of(name))(command)
 

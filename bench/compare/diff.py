@@ -2,7 +2,8 @@
 
 A cell is a kernel by name, a problem and a distribution; for times also a regime and, unless two
 GPUs are compared, the GPU. The newest source of a kernel counts, with the rows of its best grade:
-for times the median over runs, for errors the largest bound.
+for times the median over runs, for errors the largest bound at the seeds that both sides have.
+Other seeds are other operands: their errors differ by up to 1.5 times without any change.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any
 
@@ -23,11 +24,12 @@ from lokakern.selection.candidates import LIMIT_COLUMNS
 from lokakern.selection.ties import margin_us, within_noise
 from lokakern.types import Device, Problem
 
-# Errors within 1 % are equal: errors of the same kernel vary as much with the seed.
+# Errors of one seed within 1 % are equal: libraries may choose other kernels, with other sums.
 ERROR_NOISE = 0.01
 LIMITS = tuple(limit for limit in LIMIT_COLUMNS if limit != "sqnr_db")  # which is rel_err in dB
 WORSE = ("slower", "less accurate", "fails")
-VERDICTS = (*WORSE, "faster", "more accurate", "works", "only in A", "only in B", "same")
+NOT_COMPARED = ("other seeds", "only in A", "only in B")
+VERDICTS = (*WORSE, "faster", "more accurate", "works", *NOT_COMPARED, "same")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,12 @@ class Found:
     p20: float = math.nan
     p80: float = math.nan
     margin: float = 0.0
+    by_seed: Mapping[int, float] = field(default_factory=dict)  # of errors
+
+    def at_seeds(self, seeds: Iterable[int]) -> Found:
+        """The largest error of some seeds that it has."""
+        errors = {seed: self.by_seed[seed] for seed in sorted(seeds)}
+        return replace(self, value=max(errors.values()), by_seed=errors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +74,8 @@ class Difference:
 
     @property
     def effect(self) -> float | None:
-        """The second value over the first; None where one is missing or it is not finite."""
-        if self.a is None or self.b is None or not self.a.value > 0:
+        """The second value over the first; None if they are not compared or it is not finite."""
+        if self.verdict in NOT_COMPARED or self.a is None or self.b is None or not self.a.value > 0:
             return None
         ratio = self.b.value / self.a.value
         return ratio if math.isfinite(ratio) else None
@@ -76,7 +84,7 @@ class Difference:
     def _order(self) -> tuple[Any, ...]:
         effect = self.effect
         size = abs(math.log(effect)) if effect else math.inf
-        return (self.verdict in VERDICTS[-3:], self.verdict == "same", -size, self.what, self.cell)
+        return (self.verdict in VERDICTS[-4:], self.verdict == "same", -size, self.what, self.cell)
 
 
 def differences(a: Side, b: Side, *, limit: str = "row_err") -> list[Difference]:
@@ -93,6 +101,8 @@ def differences(a: Side, b: Side, *, limit: str = "row_err") -> list[Difference]
             sides.append(_found(side, what, across))
         for cell in sides[0].keys() | sides[1].keys():
             one, other = sides[0].get(cell), sides[1].get(cell)
+            if one and other and (seeds := one.by_seed.keys() & other.by_seed.keys()):
+                one, other = one.at_seeds(seeds), other.at_seeds(seeds)
             found.append(Difference(_verdict(what, one, other), what, cell, one, other))
     tell("comparing", 1)
     return sorted(found, key=lambda difference: difference._order)
@@ -107,6 +117,8 @@ def _verdict(what: str, a: Found | None, b: Found | None) -> str:
         worse = "less accurate" if b.status == "wrong" else "fails"
         return "same" if a.status == b.status else worse
     if what != "time_us":
+        if a.by_seed.keys() != b.by_seed.keys():
+            return "other seeds"
         least = min(a.value, b.value)
         if a.value == b.value or abs(a.value - b.value) <= ERROR_NOISE * least:
             return "same"
@@ -165,7 +177,7 @@ def _found(side: Side, what: str, across: bool) -> dict[tuple[str, ...], Found]:
         cells = _cells(side, "timing", columns, "device", across)
     else:
         column = LIMIT_COLUMNS[what]
-        cells = _cells(side, "accuracy", (column,), "architecture", across)
+        cells = _cells(side, "accuracy", ("seed", column), "architecture", across)
     found = {}
     for cell, rows in cells.items():
         digest = rows[0]["digest"]
@@ -175,7 +187,10 @@ def _found(side: Side, what: str, across: bool) -> dict[tuple[str, ...], Found]:
         elif what == "time_us":
             found[cell] = _time(rows, digest)
         else:
-            found[cell] = Found("ok", digest, max(row[column] for row in rows))
+            errors: dict[int, float] = {}
+            for row in rows:
+                errors[row["seed"]] = max(row[column], errors.get(row["seed"], 0.0))
+            found[cell] = Found("ok", digest, by_seed=errors).at_seeds(errors)
     return found
 
 
@@ -231,13 +246,16 @@ def _row(
         "regime": regime or "-",
     }
     if brief:
+        del row["what"]  # that of the whole table
         row["b_over_a"] = "-" if found.effect is None else f"{found.effect:.3f}"
         return row
-    spreads: dict[str, float | None] = {}
+    spreads: dict[str, float | str | None] = {}
     for name, side in (("a", a), ("b", b)):
         timed = side is not None and found.what == "time_us" and side.status == "ok"
         for quantile in ("p20", "p80", "margin"):
             spreads[f"{name}_{quantile}"] = getattr(side, quantile) if timed else None
+        seeds = side.by_seed if side is not None else ()
+        spreads[f"{name}_seeds"] = ", ".join(map(str, seeds)) or None
     changed = a is not None and b is not None and a.digest != b.digest
     return row | {"where": names.get(place, place) or "-", **spreads, "kernel_changed": changed}
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lokakern.errors import DatabaseError
+from lokakern.progress import tell
 from lokakern.registry.schema import row_keys
 from lokakern.registry.schema.manifest import manifest_of, place_of, text_of
 from lokakern.registry.schema.records import KernelRow
@@ -36,8 +37,11 @@ def export(merged: Rows | Facts, target: Path, device: Device) -> dict[str, int]
     Raises:
         DatabaseError: No rows are left, or the file cannot be written.
     """
+    tell("exporting", 0)
     rows = merged.as_rows() if isinstance(merged, Facts) else merged
+    tell("exporting", 0.2)
     kept = current_rows(rows, device)
+    tell("exporting", 0.6)
     if not any(kept[name] for name in FACTS):
         raise DatabaseError(
             f"export: no measurement on {device} is of current kernels; sweep first"
@@ -47,6 +51,7 @@ def export(merged: Rows | Facts, target: Path, device: Device) -> dict[str, int]
         def write_manifest(beside: Path) -> None:
             def write(temporary: Path) -> None:
                 write_file(temporary, kept)
+                tell("exporting", 0.8)
                 manifest = manifest_of(temporary, target.name, kept, rows_digest(kept), device)
                 beside.write_text(text_of(manifest), "utf-8")
                 synchronize(beside)
@@ -56,6 +61,7 @@ def export(merged: Rows | Facts, target: Path, device: Device) -> dict[str, int]
         # Both are written before either is renamed. The file comes first: an import refuses it
         # with the manifest of another file.
         publish(place_of(target), write_manifest)
+    tell("exporting", 1)
     return {name: len(rows[name]) - len(kept[name]) for name in FACTS}
 
 

@@ -63,8 +63,8 @@ def explorer_of(files: Sequence[Path]) -> Datasette:
         from datasette.plugins import pm
     except ImportError as error:
         raise UnsupportedError(
-            f"explore: {error.name} is not installed; pip install 'lokakern[explore]', or "
-            "pip install 'datasette>=0.65,<1'"
+            f"explore: {error.name} is not installed; pip install '.[explore]' in a clone of "
+            "lokakern, or pip install 'datasette>=0.65,<1'"
         ) from None
     # With rich installed it prints 300 lines for every missing page.
     pm.get_plugin("datasette.handle_exception").rich = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lokakern.bench.fp8_gain.products import Product
 from lokakern.registry.register import fp8_format
@@ -20,6 +20,9 @@ from lokakern.selection.table import Table
 from lokakern.types import Device, ErrorBudget, Format, Problem
 from lokakern.workloads.gemm_cases import prepared_cases, unquantized_case
 from lokakern.workloads.gemm_gradient_cases import grad_input_cases, grad_weight_case
+
+if TYPE_CHECKING:
+    from lokakern.selection.prediction.forecast import Prediction
 
 NEVER = "never measured"
 PREDICTED = "predicted"
@@ -48,6 +51,7 @@ class Row:
     row_err: float | None  # the worst stored bound of the choice, if known
     why: str  # a short reason
     predicted: Predicted | None = None  # without measurements
+    transferred: Prediction | None = None  # of another GPU type, by which nothing is chosen
 
     @property
     def speedup(self) -> float | None:
@@ -139,8 +143,12 @@ class Worth:
         )
 
     def missing(self) -> list[dict[str, Any]]:
-        """Layers of a suite that were never measured, without batched products."""
+        """Layers of a suite that were never measured, without batched products.
+
+        Layers of equal sizes are one, with the names of all and their number of calls.
+        """
         forms: dict[tuple[int, int, int], dict[str, None]] = {}
+        counts: dict[tuple[int, int, int], dict[str, int]] = {}
         is_training = any(row.gemm != "output" for row in self.rows)
         of_output = ("gemm",) if is_training else ("gemm", "prepared")
         for row in self.rows:
@@ -148,7 +156,12 @@ class Worth:
             if row.us is None and p.batch == 1 and p.format is Format.BFLOAT16:
                 names = of_output if row.gemm == "output" else (row.gemm,)
                 forms.setdefault((p.m, p.n, p.k), {}).update(dict.fromkeys(names))
-        return [{"m": m, "n": n, "k": k, "forms": [*x]} for (m, n, k), x in forms.items()]
+                counts.setdefault((p.m, p.n, p.k), {})[p.layer] = p.count
+        return [
+            {"name": ", ".join(counts[m, n, k]), "count": sum(counts[m, n, k].values()),
+             "m": m, "n": n, "k": k, "forms": [*x]}
+            for (m, n, k), x in forms.items()
+        ]  # fmt: skip
 
 
 def worth(
@@ -235,9 +248,20 @@ def _row(product: Product, gemm: str, ways: Sequence[Sequence[Choice]]) -> Row:
             why += "; a stale time"
         return Row(product, gemm, state, choice.kernel, us, plain, choice.errors.get("row_err"),
                    why)  # fmt: skip
-    return _predicted_row(product, gemm, ways) or Row(
-        product, gemm, NEVER, "", None, None, None, ways[0][0].pick.note
-    )
+    predicted = _predicted_row(product, gemm, ways)
+    if predicted is not None:
+        return predicted
+    shown = _transferred(ways[0])
+    why = ways[0][0].pick.note
+    if shown is not None:
+        why = f"transferred from {shown.transferred_from}, never chosen by: {shown}; {why}"
+    return Row(product, gemm, NEVER, "", None, None, None, why, transferred=shown)
+
+
+def _transferred(choices: Sequence[Choice]) -> Prediction | None:
+    """The least predicted time among forms, by the measurements of another GPU type."""
+    found = [p for choice in choices if (p := choice.predicted) and p.transferred_from]
+    return min(found, key=lambda prediction: prediction.latency_us, default=None)
 
 
 def _predicted_row(product: Product, gemm: str, ways: Sequence[Sequence[Choice]]) -> Row | None:
@@ -291,14 +315,27 @@ def _why_quantized(choice: Choice) -> str:
 
 
 def _why_plain(choices: Sequence[Choice]) -> str:
-    """The reason against the fastest quantizing kernel."""
-    against: list[tuple[float, str]] = []
+    """The reason against the fastest quantizing kernel, with the form of the weight if it varies.
+
+    A kernel that exceeds the budget counts only where it is faster than bf16: else its error is no
+    reason.
+    """
+    against: list[tuple[bool, float, str]] = []
+    is_varied = len({choice.problem.prepared for choice in choices}) > 1
     for choice in choices:
-        for candidate in choice.table.candidates:
-            time = candidate.time_at(choice.m)
+        table, m = choice.table, choice.m
+        for candidate in table.candidates:
+            time = candidate.time_at(m)
             reason = choice.rejected.get(candidate.name)
-            if time is not None and reason is not None and not candidate.unquantized:
-                against.append((time[0].latency_us, f"{candidate.name}: {reason}"))
+            if time is None or reason is None or candidate.unquantized:
+                continue
+            if not table.takes(candidate, m):
+                continue
+            us = time[0].latency_us
+            is_beside = not table.admits(candidate, m) and us >= (_bf16_us(choice) or 0.0)
+            weight = "prepared weight" if choice.problem.prepared else "weight quantized each time"
+            form = f" ({weight})" if is_varied else ""
+            against.append((is_beside, us, f"{candidate.name}: {reason}{form}"))
     if not against:
         return "no kernel that quantizes was measured"
-    return min(against)[1]
+    return min(against)[-1]

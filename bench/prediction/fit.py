@@ -207,7 +207,7 @@ def _boosted(rows: NDArray[np.float32], target: NDArray[np.float64]) -> Any:
         from sklearn.ensemble import GradientBoostingRegressor
     except ImportError:
         raise MeasurementError(
-            "fitting a model needs scikit-learn: pip install 'lokakern[fit]'"
+            "fitting a model needs scikit-learn: pip install '.[fit]' in a clone of lokakern"
         ) from None
     return GradientBoostingRegressor(**_TREES).fit(rows, target)
 

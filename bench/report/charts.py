@@ -589,7 +589,7 @@ def vl_convert() -> Any:
     except ImportError as error:
         raise UnsupportedError(
             "pictures are drawn with vl-convert-python, which is not installed here; "
-            "pip install 'lokakern[explore]'"
+            "pip install '.[explore]' in a clone of lokakern"
         ) from error
     return module
 

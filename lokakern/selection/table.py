@@ -257,6 +257,14 @@ class Table:
             return max(m // 16, 1) * 16
         return m // (2 * unit) * 2 * unit + unit
 
+    def takes(self, candidate: Candidate, m: int) -> bool:
+        """Whether a kernel supports the problem at an m, whatever its error."""
+        return self._refusal(candidate, replace(self.problem, m=self.like(m))) is None
+
+    def admits(self, candidate: Candidate, m: int) -> bool:
+        """Whether a kernel that takes the problem is within the budget."""
+        return self._excess(candidate, replace(self.problem, m=m), None) is None
+
     def _reason_against(
         self, candidate: Candidate, problem: Problem, time: Time | None
     ) -> str | None:

@@ -12,7 +12,7 @@ from lokakern.errors import DatabaseError
 
 SILENCE_S = 30.0  # of a server, after which the download ends
 LONGEST_S = 600.0  # a server that sends a byte now and then is never silent
-_DIGEST = re.compile(r"(sha256:)?[0-9a-f]{64}")
+DIGEST = re.compile(r"(sha256:)?[0-9a-f]{64}")
 
 
 def is_url(source: str) -> bool:
@@ -34,7 +34,7 @@ def download(url: str, sha256: str | None, folder: Path, *, largest_bytes: int) 
             another checksum, or did not come.
     """
     name = _without_secrets(url)
-    if sha256 is None or not _DIGEST.fullmatch(sha256.lower()):
+    if sha256 is None or not DIGEST.fullmatch(sha256.lower()):
         raise DatabaseError(
             f"import {name!r}: the checksum is {sha256!r}; expected --sha256 with the 64 hex "
             "digits that its manifest has (`sha256`): an attack in transit "
@@ -45,8 +45,8 @@ def download(url: str, sha256: str | None, folder: Path, *, largest_bytes: int) 
         from pooch.downloaders import HTTPDownloader
     except ImportError:
         raise DatabaseError(
-            f"import {name!r}: pooch is not installed; pip install 'lokakern[exchange]', or "
-            "download the file yourself and import it with --sha256"
+            f"import {name!r}: pooch is not installed; pip install '.[exchange]' in a clone of "
+            "lokakern, or download the file yourself and import it with --sha256"
         ) from None
 
     def fetch(where: str, output: Any, cache: Any) -> None:

@@ -17,6 +17,7 @@ from lokakern.registry.schema import row_keys
 from lokakern.registry.schema.manifest import manifest_beside
 from lokakern.registry.schema.records import KernelRow
 from lokakern.registry.schema.tables import COLUMNS, TABLES
+from lokakern.registry.sharing.download import DIGEST
 from lokakern.registry.sharing.quarantine import add_to_quarantine
 from lokakern.registry.sharing.untrusted import GUARDS, Foreign, Guards, open_guarded
 from lokakern.registry.sharing.validate import Checked, check
@@ -43,6 +44,7 @@ class ImportReport:
     Attributes:
         added: Rows that were new.
         known: Rows that were there.
+        shipped: Rows that were not, and that the shipped files have.
         left_out: Rows to which no measurement refers.
         changed_kernels: Kernels of the file whose source differs here.
         contradicted: Quarantined files with other contents of the same rows, with the first
@@ -51,6 +53,7 @@ class ImportReport:
 
     added: dict[str, int]
     known: dict[str, int]
+    shipped: dict[str, int]
     left_out: dict[str, int]
     changed_kernels: tuple[str, ...]
     contradicted: tuple[tuple[QuarantinedFile, str], ...] = ()
@@ -92,16 +95,21 @@ def import_file(
         }
         brought = {name: checked.counts[name] - left_out[name] for name in TABLES}
         contradicted: tuple[tuple[QuarantinedFile, str], ...] = ()
+        shipped = dict.fromkeys(TABLES, 0)
         if trusted:
             added = _add(part, target)
         else:
-            added, contradicted = add_to_quarantine(part, brought, target)
-    known = {name: brought[name] - added[name] for name in TABLES}
-    return ImportReport(added, known, left_out, _changed(checked), contradicted)
+            added, shipped, contradicted = add_to_quarantine(part, brought, target)
+    known = {name: brought[name] - added[name] - shipped[name] for name in TABLES}
+    return ImportReport(added, known, shipped, left_out, _changed(checked), contradicted)
 
 
 def _check_sha256(opened: Foreign, sha256: str | None) -> None:
-    if sha256 is not None and sha256.lower().removeprefix("sha256:") != opened.sha256:
+    if sha256 is None:
+        return
+    if not DIGEST.fullmatch(sha256.lower()):
+        raise DatabaseError(f"the checksum is {sha256!r}; expected --sha256 with 64 hex digits")
+    if sha256.lower().removeprefix("sha256:") != opened.sha256:
         raise DatabaseError(
             f"database {opened.name} has SHA-256 {opened.sha256}; expected {sha256} (--sha256); it "
             "was changed or is another file: ask for it again"
@@ -153,6 +161,11 @@ def merge_files(sources: Sequence[Source], out: Source, *, guards: Guards = GUAR
     place = resolve(out)
     if not isinstance(place, Path):
         return merge_checked({source: read_foreign(source, guards) for source in sources}, place)
+    if any(_is_same(source, place) for source in sources):
+        raise DatabaseError(
+            f"merge: {shown(place)} is one of the sources, which stay as they are; expected the "
+            "name of a new file"
+        )
     _refuse_existing(place)
     has: dict[str, int] = {}
     with locked(place) as place, ExitStack() as stack:
@@ -165,6 +178,11 @@ def merge_files(sources: Sequence[Source], out: Source, *, guards: Guards = GUAR
             parts.append(Part(opened.name, opened.copy, opened.version))
         publish(place, lambda temporary: has.update(write_union(temporary, parts)))
     return MergeReport(has, {name: brought[name] - has[name] for name in TABLES})
+
+
+def _is_same(source: Source, place: Path) -> bool:
+    found = resolve(source)
+    return isinstance(found, Path) and found.exists() and place.exists() and found.samefile(place)
 
 
 def _refuse_existing(place: Path) -> None:

@@ -32,14 +32,15 @@ from lokakern.registry.storage.writer import (
 
 def add_to_quarantine(
     part: Part, brought: Mapping[str, int], database: Path
-) -> tuple[dict[str, int], tuple[tuple[QuarantinedFile, str], ...]]:
+) -> tuple[dict[str, int], dict[str, int], tuple[tuple[QuarantinedFile, str], ...]]:
     """Put a part into the quarantine of a database, unless all of it is known.
 
     Contradictions with quarantined files do not prevent that: `verify` finds out which of two was
     edited.
 
     Returns:
-        How many rows are new, by table, and the quarantined files that contradict them.
+        How many rows are new, by table, how many only the shipped files have, and the quarantined
+        files that contradict them.
     """
     with locked(database) as place, private_folder() as folder:
         alone = folder / "alone.sqlite"
@@ -47,27 +48,29 @@ def add_to_quarantine(
         _check_rejected(alone, place)
         with alone.open("rb") as file:
             target = place_for(place, hashlib.file_digest(file, "sha256").hexdigest())
-        own = [place] if place.exists() else []
-        known = []
-        for path in (*own, *paths.shipped_with(place)):
-            known.append(image_of(path))
-            check_agreement(known[-1], image_of(alone), part.name)
+        own = [image_of(path) for path in ([place] if place.exists() else [])]
+        shipped = [image_of(path) for path in paths.shipped_with(place)]
+        for image in (*own, *shipped):
+            check_agreement(image, image_of(alone), part.name)
         contradicted = []
         for quarantined in quarantined_files(place):
             with suppress(DatabaseError):  # dispatch leaves out unreadable files, too
                 others = image_of(quarantined.path)
                 try:
                     check_agreement(others, image_of(alone), part.name)
-                    known.append(others)
+                    own.append(others)
                 except DatabaseError as error:
                     contradicted.append((quarantined, str(error)))
-        added = dict(brought)
-        if known:
-            added = {name: len(unknown_keys(image_of(alone), name, known)) for name in TABLES}
+        here, added = (
+            {name: len(unknown_keys(image_of(alone), name, known)) for name in TABLES}
+            if known
+            else dict(brought)
+            for known in (own, [*own, *shipped])
+        )
         if any(added.values()) and not target.exists():
             _make_folder(target.parent)
             publish(target, lambda temporary: shutil.copyfile(alone, temporary))
-    return added, tuple(contradicted)
+    return added, {name: here[name] - added[name] for name in TABLES}, tuple(contradicted)
 
 
 def _check_rejected(alone: Path, database: Path) -> None:

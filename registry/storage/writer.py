@@ -8,7 +8,7 @@ import operator
 import os
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -44,7 +44,7 @@ _SAID_BY_OTHERS = ("reason", "command")  # what is not printable becomes a space
 def locked(database: Path) -> Iterator[Path]:
     """Hold the lock of a database's file; yields where the file really lies, links followed.
 
-    The folder is made if it is missing.
+    The folder is made if it is missing. The lock's file goes where no database was written.
 
     Raises:
         DatabaseError: Another process held it for too long, or it cannot be made.
@@ -64,6 +64,9 @@ def locked(database: Path) -> Iterator[Path]:
     try:
         yield place
     finally:
+        with suppress(OSError):  # in a folder that cannot be written it stays
+            if not place.exists():
+                path.unlink()
         lock.release()
 
 

@@ -248,7 +248,7 @@ def test_a_missing_cupy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     arrays._cupy.cache_clear()
-    with pytest.raises(UnsupportedError, match=r"CuPy is missing: pip install 'lokakern\[cupy\]'"):
+    with pytest.raises(UnsupportedError, match=r"CuPy is missing: pip install '\.\[cupy\]'"):
         lokakern.gemm(OfInterface(None), OfInterface(None))
 
 

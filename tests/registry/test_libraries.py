@@ -540,6 +540,32 @@ def test_rows_of_the_package_that_is_not_called_here_are_stale(
     assert not libraries.is_of_another("package:of-nobody==1.0")
 
 
+def test_rows_of_another_version_are_stale_before_any_kernel_is_imported() -> None:
+    """In a process of its own, whose package of cuBLAS is newer than that of the row."""
+    program = """
+import importlib.metadata
+true = importlib.metadata.version
+importlib.metadata.version = lambda name: "13.9" if name == "nvidia-cublas" else true(name)
+from lokakern.registry.digests import kernel_digest
+from lokakern.registry.register import KERNELS, load_kernels
+from lokakern.registry.schema.records import KernelRow
+from lokakern.registry.staleness import is_current
+name = "cublaslt.tensor_fast_2"
+of_versions = [("adapters/cublaslt", f"package:nvidia-cublas=={x}") for x in ("13.1", "13.9")]
+rows = [
+    KernelRow(name, "scaled_gemm", "cublaslt", modules, kernel_digest(name, modules), "fast",
+              "tensor", "tensor")
+    for modules in of_versions
+]
+assert name not in KERNELS
+before = [*map(is_current, rows)]
+load_kernels()
+print(before, [*map(is_current, rows)])
+"""
+    found = subprocess.run([sys.executable, "-c", program], text=True, capture_output=True)
+    assert found.stdout.strip() == "[False, True] [False, True]", found.stderr
+
+
 def test_a_plugin_is_identified_by_its_modules(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

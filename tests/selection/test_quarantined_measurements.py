@@ -193,7 +193,7 @@ def test_an_import_that_contradicts_a_new_shipped_file_is_left_out(
     monkeypatch.setattr("lokakern.registry.storage.paths.shipped_databases", lambda: [shipped])
     facts = load_snapshot()
     assert len(first) == 2 and len(facts.sources) == 3
-    assert "is left out: merge: timing row" in caplog.text
+    assert "is left out: timing row" in caplog.text
     assert sorted(c.latency_us_p50 for c in facts.timings_on(H200, "graph-cold")) == [
         7.0, 20.0, 20.0, 40.0,
     ]  # fmt: skip

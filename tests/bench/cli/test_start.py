@@ -157,11 +157,12 @@ def test_each_exit_code_has_words() -> None:
         ("torch.bf61", "torch.bf16"),
         ("TORCH.BF16", "torch.bf16"),
         ("h200", "NVIDIA H200"),
+        ("NVIDIA H100", "NVIDIA H100 80GB HBM3"),  # more like "NVIDIA H200"
         ("nothing like it", ""),
         ("", ""),
     ],
 )
 def test_the_nearest_name_is_meant(asked: str, meant: str) -> None:
-    known = ["cuda.gemm_row", "torch.bf16", "NVIDIA H200", "NVIDIA H100"]
+    known = ["cuda.gemm_row", "torch.bf16", "NVIDIA H200", "NVIDIA H100 80GB HBM3"]
     found = did_you_mean.did_you_mean(asked, known)
     assert found == (f"did you mean {meant!r}? " if meant else "")

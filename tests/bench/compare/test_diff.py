@@ -137,9 +137,40 @@ def test_newest_source_and_best_grade_count() -> None:
     assert [d.verdict for d in found] == ["same"]
     assert found[0].b is not None and found[0].b.value == 10.0
     assert verdicts(a, rows({**old, "at": NOW + 1}, *others)) == ["slower"]
-    assert verdicts(rows({"err": 0.04}), rows({"err": 0.01}, {"err": 0.05, "seed": 1})) == [
-        "less accurate"
-    ]
+    assert verdicts(rows({"err": 0.04}), rows({"err": 0.01}, {"err": 0.05})) == ["less accurate"]
+
+
+def test_errors_are_compared_at_the_seeds_that_both_have() -> None:
+    """Those of other seeds differ although nothing changed."""
+    at = [{"err": err, "seed": seed} for seed, err in enumerate((0.04, 0.05, 0.06))]
+    (found,) = differences(Side(rows(at[0], at[2])), Side(rows(at[0], at[1])))
+    assert (found.verdict, found.effect) == ("same", 1.0)
+    (found,) = differences(Side(rows(at[2])), Side(rows(at[0], at[1])))
+    assert (found.verdict, found.effect) == ("other seeds", None)
+    assert found.a is not None and found.b is not None
+    assert (found.a.value, found.b.value) == (0.06, 0.05)
+    worse = {"err": 0.07, "seed": 2}
+    (found,) = differences(Side(rows(*at)), Side(rows(at[0], worse)))
+    assert found.verdict == "less accurate" and found.effect == pytest.approx(0.07 / 0.06)
+
+
+def test_cells_without_a_common_seed_are_counted_apart(diff: Callable[..., Ran]) -> None:
+    a, b = rows({"err": 0.04}), rows({"err": 0.08, "seed": 1})
+    code, out, err = diff(a, b, "--json")
+    (row,) = json.loads(out)
+    assert code == 0 and err == "1 cell of row_err: 1 other seeds\n"
+    assert (row["a_seeds"], row["b_seeds"], row["b_over_a"]) == ("0", "1", None)
+
+
+def test_times_and_errors_have_tables_of_their_own(diff: Callable[..., Ran]) -> None:
+    many = range(1, 61)
+    a, b = (
+        rows(*({"m": m, **fact} for m in many for fact in ({"us": us}, {"err": err})))
+        for us, err in ((10.0, 0.01), (15.0, 0.04))
+    )
+    code, out, err = diff(a, b)
+    assert code == 6 and out.count(" slower ") == out.count(" less accurate ") == 50
+    assert err.count("and 10 more") == 2
 
 
 def test_largest_effects_come_first_and_missing_cells_last() -> None:
@@ -150,7 +181,9 @@ def test_largest_effects_come_first_and_missing_cells_last() -> None:
     assert [d.verdict for d in found] == ["fails", "less accurate", "faster", "slower", "only in A",
                                           "only in B", "same"]  # fmt: skip
     assert [d.effect for d in found] == [None, 4.0, 0.5, 1.5, None, None, 1.0]
-    assert counts_of(found) == dict.fromkeys(VERDICTS, 1) | {"more accurate": 0, "works": 0}
+    assert counts_of(found) == dict.fromkeys(VERDICTS, 1) | dict.fromkeys(
+        ("more accurate", "works", "other seeds"), 0
+    )
     back = differences(Side(b), Side(a))
     assert sorted(d.verdict for d in back) == ["faster", "more accurate", "only in A", "only in B",
                                                "same", "slower", "works"]  # fmt: skip
@@ -183,7 +216,7 @@ def test_two_files(diff: Callable[..., Ran]) -> None:
     a, b = rows({"m": 1}, {"m": 2}), rows({"m": 1, "us": 15.0}, {"m": 2})
     code, out, err = diff(a, b, "--json")
     (row,) = json.loads(out)
-    assert code == 6 and err.startswith("2 cells: 1 slower, 1 same")
+    assert code == 6 and err.startswith("2 cells of time_us: 1 slower, 1 same")
     assert (row["verdict"], row["b_over_a"], row["a"], row["b"]) == ("slower", 1.5, 10.0, 15.0)
     assert row["where"] == "NVIDIA H200" and row["a_p20"] == row["a_p80"] == 10.0
     code, out, _ = diff(b, a, "--format", "csv", "--all")
@@ -198,17 +231,17 @@ def test_a_table_shows_the_largest_effects(diff: Callable[..., Ran]) -> None:
     code, out, err = diff(a, b)
     assert code == 0 and out.count("faster") == 50 and "and 10 more: --format csv" in err
     assert len(json.loads(diff(a, b, "--json")[1])) == 60
-    assert diff(a, a) == (0, "", "60 cells: 60 same\n")
+    assert diff(a, a) == (0, "", "60 cells of time_us: 60 same\n")
 
 
 def test_two_gpus(diff: Callable[..., Ran]) -> None:
     both = rows({"us": 10.0}, {"us": 12.0, "device": H100}, {"err": 0.04})
     code, out, err = diff(both, "--from-device", "NVIDIA H200", "--to-device", "nvidia-h100",
                           "--json", "--all")  # fmt: skip
-    assert code == 6 and "1 slower, 1 same" in err
+    assert code == 6 and "1 slower" in err and "1 same" in err
     assert {row["where"] for row in json.loads(out)} == {"-"}
     code, _, err = diff(both, rows({"us": 13.0, "device": H100}), "--device", "NVIDIA H100")
-    assert code == 6 and err.startswith("2 cells: 1 slower, 1 only in A")  # errors have no device
+    assert code == 6 and "1 slower" in err and "1 only in A" in err  # errors have no device
     code, _, err = diff(both, "--from-device", "NVIDIA H200", "--to-device", "no such")
     assert code == 2 and "device 'no such' is in no database" in err
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from lokakern.bench.cli.main import app
 from lokakern.bench.exchange.export import current_rows, export
 from lokakern.errors import DatabaseError
+from lokakern.progress import Progress
 from lokakern.registry.register import kernels_for
 from lokakern.registry.schema.records import KernelRow, TestResultRecord, TimingRecord
 from lokakern.registry.schema.row_keys import from_row
@@ -32,6 +37,16 @@ OK = TimingRecord(
     void_count=0, calls_per_replay=1, kernel_err=0.5, kernel_err_row_p99=0.4, timer="t",
     operand_digest="0" * 16,
 )  # fmt: skip
+
+
+class Shares(Progress):
+    """Keeps what is told; an export of the shipped rows takes seconds."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, float]] = []
+
+    def share(self, what: str, share: float) -> None:
+        self.told.append((what, share))
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +96,29 @@ def exported(
     folder = tmp_path_factory.mktemp("exported")
     more = with_more(folder / "more.sqlite", device)
     target = folder / "out" / "h200.sqlite"
-    return target, export(union_of([shipped], [more]), target, device)
+    with Shares() as shares:
+        left_out = export(union_of([shipped], [more]), target, device)
+    assert [share for what, share in shares.told if what == "exporting"] == [0, 0.2, 0.6, 0.8, 1]
+    return target, left_out
+
+
+@pytest.mark.rest
+def test_the_example_in_the_docs_is_true(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/share.md, but for sizes and counts, which versions of SQLite and libraries change."""
+    page = Path(__file__).parents[3] / "docs" / "share.md"
+    mark = r"<!-- run by tests/bench/exchange/test_export.py -->\n```\n(.*?)```"
+    (block,) = re.findall(mark, page.read_text("utf-8"), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LOKAKERN_DB", str(tmp_path / "lokakern.sqlite"))
+    dispatcher.use_snapshot(None)
+    for part in block.split("$ python -m lokakern.bench ")[1:]:
+        line, expected = part.split("\n", 1)
+        words = [str(p) for w in shlex.split(line) for p in (sorted(Path().glob(w)) or [w])]
+        ended = CliRunner().invoke(app, words)
+        assert ended.exit_code == 0, ended.output
+        said = ended.output.replace(f"{tmp_path}/", "")
+        counts = re.compile(r"[\d.]+")
+        assert counts.sub("N", said) == counts.sub("N", expected), line
 
 
 @pytest.mark.rest

@@ -25,7 +25,7 @@ from lokakern.registry.schema.records import DistributionRow, TimingRecord
 from lokakern.registry.schema.tables import TABLES, tables_of
 from lokakern.registry.sqlite_file import check_header
 from tests.support.rows_at_once import RowsAtOnce
-from tests.support.shipped import H200_FILE
+from tests.support.shipped import H100_FILE, H200_FILE
 
 pytest.importorskip("datasette")
 NAME = H200_FILE.stem
@@ -77,6 +77,17 @@ def test_the_fastest_kernel_equals_the_choice_of_dispatch(get: Get) -> None:
     strict = rows_of(get, "fastest", m="32768", n="2048", k="2048", budget="0.01")
     assert {r["kernel"] for r in strict} == {"torch.bf16"}
     assert not rows_of(get, "fastest", device="no such GPU")
+
+
+@pytest.mark.parametrize(("name", "kernel"), [("fastest", "kernel"), ("fp8_loses", "fastest_fp8")])
+def test_no_query_chooses_what_dispatch_refuses(name: str, kernel: str) -> None:
+    """Both operands quantized at once, where the weight is prepared."""
+    client = server.explorer_of([H100_FILE]).client
+    parameters = {"_shape": "array", "_size": "max"}
+    answer = asyncio.run(client.get(f"/{H100_FILE.stem}/{name}.json", params=parameters))
+    prepared = [row for row in answer.json() if row["prepared"]]
+    assert len(prepared) > 10
+    assert not [row for row in prepared if "quantize_together" in row[kernel]]
 
 
 def test_fp8_loses_only_where_it_is_slower(get: Get) -> None:
@@ -184,7 +195,7 @@ def test_paths_with_uri_characters_are_rejected(tmp_path: Path, name: str) -> No
 
 def test_missing_datasette_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasette.app", None)
-    with pytest.raises(UnsupportedError, match=r"pip install 'lokakern\[explore\]'"):
+    with pytest.raises(UnsupportedError, match=r"pip install '\.\[explore\]'"):
         server.explorer_of([H200_FILE])
 
 

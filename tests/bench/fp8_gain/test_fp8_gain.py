@@ -167,6 +167,35 @@ def test_a_strict_budget_chooses_bf16(run: Run, tmp_path: Path) -> None:
     assert "row_err" in row["why"]
 
 
+def test_the_reason_for_bf16_is_that_of_a_form_in_which_it_holds(run: Run, tmp_path: Path) -> None:
+    """Kernels that launch both quantizers at once take no prepared weight."""
+    h100 = ("--device", "NVIDIA H100 80GB HBM3")
+    path = shapes_file(tmp_path, "8192,512,1024,1,long", "512,256,256,1,short")
+    _, out, _ = run("--shapes", path, *h100, "--json")
+    long, short = json.loads(out)["layers"]
+    assert (
+        long["why"] == "cuda.quantize_row+cuda.scaled_gemm_row: slower: 20.42 us (prepared weight)"
+    )
+    assert short["why"].endswith("scaled_gemm_row: slower: 3.69 us (weight quantized each time)")
+    for row, words in ((long, ("--prepared", "row")), (short, ())):
+        _, alone, _ = run(row["m"], row["n"], row["k"], *words, *h100, "--json")
+        kernel, _, reason = row["why"].rpartition(" (")[0].partition(": ")
+        assert json.loads(alone)["rejected"][kernel] == reason
+    for row in (long, short):  # times of bf16 are those of a weight that is not prepared
+        _, alone, _ = run(row["m"], row["n"], row["k"], *h100, "--json")
+        assert json.loads(alone)["latency_us"] == row["bf16_us"]
+
+
+def test_an_error_beyond_the_budget_is_a_reason_only_of_a_faster_kernel(
+    run: Run, tmp_path: Path
+) -> None:
+    path = shapes_file(tmp_path, "8192,512,512,1,slow", "32768,2048,2048,1,fast")
+    _, out, _ = run("--shapes", path, *H200, "--budget", "0.03", "--json")
+    slow, fast = json.loads(out)["layers"]
+    assert slow["kernel"] == fast["kernel"] == "torch.bf16"
+    assert "> 0.03" in fast["why"]
+
+
 def test_interpolated_m_is_marked(run: Run, tmp_path: Path) -> None:
     path = shapes_file(tmp_path, "16384,2048,2048,1,between")
     _, out, _ = run("--shapes", path, *H200, "--json")
@@ -186,11 +215,14 @@ def test_training_includes_gradients(run: Run, tmp_path: Path) -> None:
 
 
 def test_missing_measurements_become_a_suite(run: Run, tmp_path: Path) -> None:
-    path, suite = shapes_file(tmp_path, "8192,512,512,,a", "64,77,99,2,b"), tmp_path / "more.toml"
+    lines = ("8192,512,512,,a", "64,77,99,2,b", "64,77,99,3,c")
+    path, suite = shapes_file(tmp_path, *lines), tmp_path / "more.toml"
     code, _, err = run("--shapes", path, *H200, "--missing", suite)
     assert (code, "sweep --suite" in err) == (0, True)
     cases = suite_from_file(suite).build(Format.E4M3FN)
     assert {case.problem.shape for case in cases} == {(64, 77, 99)}
+    (again,) = json.loads(run("--shapes", suite, *H200, "--json")[1])["layers"]
+    assert (again["layer"], again["count"]) == ("b, c", 5)
     code, _, err = run("--shapes", path, *H200, "--missing", tmp_path / "no" / "more.toml")
     assert code == 1
     assert "cannot be written: No such file or directory" in err
@@ -342,6 +374,24 @@ def predicting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     monkeypatch.undo()
     dispatcher.use_snapshot(None)
+
+
+@pytest.mark.usefixtures("predicting")
+def test_transferred_predictions_are_shown_and_never_summed(run: Run, tmp_path: Path) -> None:
+    h100 = ("--device", "NVIDIA H100 80GB HBM3")
+    path = shapes_file(tmp_path, "12288,777,512,1,odd")
+    _, out, _ = run("--shapes", path, *h100, "--json")
+    found = json.loads(out)
+    (row,) = found["layers"]
+    assert (row["state"], row["predicted"], found["total"]["predicted"]) == (
+        "never measured",
+        None,
+        None,
+    )
+    assert row["transferred"]["transferred_from"] == "NVIDIA H200"
+    assert row["why"].startswith("transferred from NVIDIA H200, never chosen by: ")
+    _, alone, _ = run(12288, 777, 512, *h100, "--json")
+    assert json.loads(alone)["predicted"]["latency_us"] >= row["transferred"]["latency_us"]
 
 
 @pytest.mark.usefixtures("predicting")

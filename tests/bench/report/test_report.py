@@ -572,5 +572,5 @@ def test_missing_times_and_packages_are_errors_of_one_line(
 
     monkeypatch.setattr(builtins, "__import__", without)
     done = run(app, ["report", "--device", "NVIDIA H200", "--out", str(tmp_path / "a.html")])
-    assert done.exit_code == 1 and "pip install 'lokakern[explore]'" in done.stderr
+    assert done.exit_code == 1 and "pip install '.[explore]'" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1

@@ -38,6 +38,7 @@ from lokakern.registry.storage.reader import Rows, database_digest, read_rows
 from lokakern.registry.storage.writer import write_file
 from tests.support.foreign_files import base_rows, write_base
 from tests.support.run_files import CHOICES, edited, rows_of
+from tests.support.shipped import H100_FILE
 
 ROOT = Path(__file__).resolve().parents[3]
 NOTHING = dict.fromkeys(TABLES, 0)
@@ -315,7 +316,7 @@ def test_a_download_without_pooch_names_the_missing_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pooch", None)
-    with pytest.raises(DatabaseError, match=r"pip install 'lokakern\[exchange\]'"):
+    with pytest.raises(DatabaseError, match=r"pip install '\.\[exchange\]'"):
         download("http://127.0.0.1:9/x", "0" * 64, tmp_path, largest_bytes=1)
 
 
@@ -373,7 +374,7 @@ def test_a_contradiction_names_the_quarantined_file(
     code, _, err = command("import", file, "--into", target)
     assert code == 0
     assert f"{quarantined.path}, imported 2026-09-21 14:13 UTC, is quarantined too" in err
-    assert "run `verify`, or remove the edited file (merge: timing row" in err
+    assert "run `verify`, or remove the edited file (timing row" in err
 
 
 def test_a_rejected_file_does_not_come_back(file: Path, target: Path, tmp_path: Path) -> None:
@@ -481,12 +482,31 @@ def test_a_merge_writes_a_new_file(
     assert "duplicates: 2 device, 1 environment" in err
     before = target.read_bytes()
     code, _, err = command("merge", file, target, "--out", target)
-    assert code == 1 and "is there; expected the name of a new file" in err
+    assert code == 1 and "is one of the sources" in err and "remove" not in err
     assert target.read_bytes() == before
+    code, _, err = command("merge", file, file, "--out", target)
+    assert code == 1 and "is there; expected the name of a new file" in err
     write_file(tmp_path / "x.sqlite", edited(base_rows(), "timing", kernel_err=0.125))
     code, _, err = command("merge", file, tmp_path / "x.sqlite", "--out", tmp_path / "c.sqlite")
     assert code == 1 and "has two contents (kernel_err" in err
-    assert not (tmp_path / "c.sqlite").exists()
+    assert not [*tmp_path.glob("c.sqlite*")]  # nor a lock
+    known = tmp_path / "known.sqlite"
+    assert command("import", file, "--into", known, "--trust")[0] == 0
+    code, _, err = command("import", tmp_path / "x.sqlite", "--into", known)
+    assert code == 1 and err.startswith("DatabaseError: timing row ")
+    code, _, err = command("import", file, "--into", target, "--sha256", "abc")
+    assert code == 1 and "the checksum is 'abc'; expected --sha256 with 64 hex digits" in err
+
+
+def test_an_import_of_shipped_rows_says_that_they_are_shipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Callable[..., tuple[int, str, str]]
+) -> None:
+    into = tmp_path / "mine.sqlite"
+    monkeypatch.setenv("LOKAKERN_DB", str(into))
+    code, _, err = command("import", H100_FILE)
+    assert code == 0 and "added nothing; there already: nothing; in the shipped files " in err
+    assert f"{into} is not written: dispatch reads these rows from the shipped files" in err
+    assert not [*tmp_path.iterdir()]  # nor a lock
 
 
 def test_every_command_that_reads_a_database_checks_it(
