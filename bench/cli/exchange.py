@@ -56,7 +56,7 @@ def export(
     left_out = export_rows(rows, path, found)
     words = ", ".join(f"{count} {name} rows" for name, count in left_out.items())
     say(f"{path}: {path.stat().st_size / 2**20:.2f} MiB of {found}; left out, of changed kernels "
-         f"or other devices: {words}; manifest {place_of(path).name}")  # fmt: skip
+         f"or other devices, or repeated: {words}; manifest {place_of(path).name}")  # fmt: skip
 
 
 @says_errors

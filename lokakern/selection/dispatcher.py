@@ -544,6 +544,7 @@ def _build(
     if predicts and asks and timed == default_regime(target):
         model = model_of(target)
         if model is not None and model.content.regime == timed:
+            from lokakern.selection.prediction.errors import with_predicted_errors
             from lokakern.selection.prediction.forecast import forecast
 
             predicted = forecast(
@@ -553,6 +554,7 @@ def _build(
                     found, problem, costs, is_training=is_training
                 )[0],
             )  # fmt: skip
+            candidates = with_predicted_errors(candidates, problem, evidence)
     names = {candidate.name for candidate in candidates}
     rejected = [(name, why) for name, why in rejected if name not in names]
     return kind(

@@ -21,6 +21,7 @@ from tests.support.shipped import H200_FILE
 H200 = Device("nvidia", "NVIDIA H200", "sm_90", 132, 140)
 CPU = Device("cpu", "some CPU", "x86_64", 2, 16)
 FEWEST = 500  # rows of a run that says something about time
+PARTS = {"random300", "random", "random-70", "narrow-errors"}  # random and narrow sizes
 MOST_REPLACED = 0.25  # of its rows, that a later run measured again: it may have replaced more
 
 
@@ -32,9 +33,9 @@ def shipped() -> Path:
 def runs_of(path: Path, table: str) -> list[list[dict[str, Any]]]:
     """Rows of the last run of each suite that left enough, with their problems.
 
-    Of earlier runs only what kernels did not outlive may be there, and of a run whose problems a
-    later one has, only what that did not replace. Runs with torchao's kernels took longer: Inductor
-    compiles them for each shape, in 3 to 7 s.
+    Of earlier runs only what kernels did not outlive may be there, of a run whose problems a later
+    one has, only what that did not replace, and of `PARTS` not the times and errors of all kernels.
+    Runs with torchao's kernels took longer: Inductor compiles them for each shape, in 3 to 7 s.
     """
     rows = {
         name: [dict(zip(COLUMNS[name], row, strict=True)) for row in found]
@@ -47,10 +48,11 @@ def runs_of(path: Path, table: str) -> list[list[dict[str, Any]]]:
     slow = {row["key"] for row in rows["kernel"] if row["name"].startswith("torchao.")}
     compiling = {run for run, found in runs.items() if any(row["kernel"] in slow for row in found)}
     begun = sorted(rows["run"], key=lambda row: row["started_utc_ms"])
+    left_out = compiling | {row["key"] for row in begun if row["suite"] in PARTS}
     last = {
         row["suite"]: runs[row["key"]]
         for row in begun
-        if row["key"] not in compiling and len(runs[row["key"]]) >= FEWEST
+        if row["key"] not in left_out and len(runs[row["key"]]) >= FEWEST
     }
     later: Counter[Problem] = Counter()  # rows of later runs
     whole = []

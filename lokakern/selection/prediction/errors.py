@@ -9,7 +9,7 @@ every k left out in turn, no row_err, row_p99 or rel_err exceeds it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from lokakern.registry.schema.records import KernelRow
@@ -18,6 +18,7 @@ from lokakern.selection.candidates import (
     ERRORS_ELSEWHERE,
     WIDE,
     Bounds,
+    Candidate,
     Evidence,
     bounds_or_reason,
     errors_or_reason,
@@ -26,7 +27,7 @@ from lokakern.selection.candidates import (
 from lokakern.types import Problem
 
 MARGIN = ERRORS_ELSEWHERE
-LEAST_K = 64  # errors of shorter sums differ more
+LEAST_K = 16  # errors of shorter sums differ more
 FARTHEST_K = 4  # times the k that is asked for, or a part of it
 NEAREST = 2  # values of k on each side
 NARROWER = 4  # n may be so much larger than that of an error, if it is below `WIDE`
@@ -48,6 +49,27 @@ def predicted_errors(kernel: KernelRow, problem: Problem, evidence: Evidence) ->
     if place not in evidence.memory:
         evidence.memory[place] = _around(kernel, problem, evidence) or found
     return evidence.memory[place]
+
+
+def with_predicted_errors(
+    candidates: Iterable[Candidate], problem: Problem, evidence: Evidence
+) -> list[Candidate]:
+    """Measured kernels, with bounds from around them where their errors were not measured.
+
+    Else a size would lose its predicted choice once its times are measured without errors.
+    """
+    found = []
+    for candidate in candidates:
+        known: Bounds | str = ""
+        if candidate.error_unknown and candidate.kernel is not None and not candidate.unquantized:
+            known = predicted_errors(KernelRow.of(candidate.kernel), problem, evidence)
+        if isinstance(known, Bounds):
+            candidate = replace(
+                candidate, errors=known.errors, worst_distribution=known.worst_distribution,
+                error_unknown="", errors_at=known.elsewhere, errors_predicted=True,
+            )  # fmt: skip
+        found.append(candidate)
+    return found
 
 
 def _around(kernel: KernelRow, problem: Problem, evidence: Evidence) -> Bounds | None:

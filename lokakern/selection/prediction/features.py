@@ -16,10 +16,11 @@ import numpy as np
 from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
+from lokakern.quantized_tensor import pitch_of
 from lokakern.selection.padded_rows import bytes_copied
 from lokakern.types import Format, Granularity, Layout, Problem
 
-VERSION = 1
+VERSION = 2
 _TILES = ((128, 128), (128, 256), (256, 128), (64, 256), (128, 64), (128, 32))  # of common kernels
 _FULL_ALIGNMENT = 256  # elements; more does not matter
 _TMA_ALIGNMENT = 8  # elements of 16 bits, below which cuBLAS does not use its kernels for Hopper
@@ -109,8 +110,8 @@ def described(
     a_alignment = _alignment(m) if a_column else every * _alignment(k)
     b_alignment = every * _alignment(n if b_row else k)
     out_alignment = every * _alignment(n)
-    if is_fp8:  # quantizers write aligned rows
-        a_alignment, b_alignment = every * 16, every * 16
+    if is_fp8:  # of the rows that quantizers write, in bytes
+        a_alignment = b_alignment = every * _alignment(pitch_of(k))
     least = np.minimum(np.minimum(a_alignment, b_alignment), out_alignment)
     unaligned = (least < _TMA_ALIGNMENT) & (not (is_fp8 or pads))
     peak = np.where(unaligned, rates.unaligned_flops_per_us, rates.bf16_flops_per_us)

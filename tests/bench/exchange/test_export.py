@@ -6,6 +6,7 @@ import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -169,6 +170,26 @@ def test_a_file_of_20000_times_and_errors_may_be_shipped(shipped: Path, tmp_path
     rows = read_rows(packed)
     facts = len(rows["timing"]) + len(rows["accuracy"])
     assert packed.stat().st_size / facts * 40_000 <= 10 * 2**20
+
+
+def test_of_repeated_errors_the_newest_is_kept(shipped: Path, device: Device) -> None:
+    rows = read_rows(shipped)
+    columns = COLUMNS["accuracy"]
+    key, time, value = map(columns.index, ("key", "measured_utc_ms", "row_err"))
+    first, second = rows["accuracy"][:2]
+
+    def again(row: tuple[Any, ...], number: int, **changed: Any) -> tuple[Any, ...]:
+        made = list(row)
+        made[key], made[time] = bytes([number]) * 32, row[time] + number
+        for name, its in changed.items():
+            made[columns.index(name)] = its
+        return tuple(made)
+
+    newer, other = again(first, 1), again(second, 2, row_err=second[value] / 2)
+    rows["accuracy"] = [newer, first, second, other]
+    assert current_rows(rows, device)["accuracy"] == [newer, second, other]
+    rows["accuracy"] = [first, newer]
+    assert current_rows(rows, device)["accuracy"] == [newer]
 
 
 def test_nothing_to_ship_is_an_error(device: Device, tmp_path: Path) -> None:

@@ -343,7 +343,7 @@ def test_narrow_outputs_and_far_sizes_have_no_predicted_error(predicting: None, 
     ask(*UNMEASURED)
     evidence = Evidence(shipped, shipped.find_device(H200), False, REALISTIC_DISTRIBUTIONS, {})
     row = KernelRow.of(KERNELS["cuda.quantize_row+cuda.scaled_gemm_row"])
-    for n, k in ((16, 4000), (512, 20)):
+    for n, k in ((8, 4000), (512, 12)):
         assert isinstance(predicted_errors(row, make_problem("gemm", (64, n, k)), evidence), str)
 
 
@@ -462,3 +462,18 @@ def test_two_files_in_one_folder_may_each_have_a_model(
     with caplog.at_level(logging.WARNING, "lokakern"):
         assert models.model_for(facts, facts.find_device(H200)) is None
     assert f"than those of {later} or {copied}" in caplog.text
+
+
+def test_a_size_timed_without_errors_has_the_bounds_around_it(
+    predicting: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = 8192, 33, 1225  # of random sizes, whose errors nobody measured
+    choice = ask(*measured)
+    assert not choice.is_miss and choice.latency_us is not None
+    assert choice.pick.candidate is not None and choice.pick.candidate.errors_predicted
+    assert choice.kernel != "torch.bf16" and 0.03 < choice.errors["row_err"] <= 0.06
+    assert "a bound from measurements at other n and k" in choice.explain()
+    assert ask(*measured, 0.04).kernel == "torch.bf16"
+    monkeypatch.setenv("LOKAKERN_PREDICT", "0")
+    dispatcher.use_snapshot(dispatcher.snapshot())
+    assert ask(*measured).kernel == "torch.bf16"
