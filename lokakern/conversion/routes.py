@@ -127,7 +127,7 @@ class Judge:
         is_training: Whether host costs are those of training steps.
         predicts: Whether times are predicted where nothing was measured.
         pads: Whether unaligned rows may be padded, as by a compiler; not in eager calls of modules.
-        predicted_m: m at which times are predicted besides the usual ones.
+        m_range: Smallest and largest m to choose for; None: all m. Predictions are listed there.
     """
 
     budget: ErrorBudget | None
@@ -137,7 +137,7 @@ class Judge:
     is_training: bool = False
     predicts: bool = False
     pads: bool = True
-    predicted_m: tuple[int, ...] = ()
+    m_range: MRange | None = None
 
     def candidates(
         self, problem: Problem, gemm: str, device: Device
@@ -152,13 +152,21 @@ class Judge:
             table = replace(table, padded="", forecast=None)
             candidates = [c for c in candidates if c.name != PADDED]
         # Few unaligned sizes were measured, and there predictions are inexact.
-        if table.forecast is not None and not (table.measured_m or table.padded):
-            candidates = table.forecast.low_ends(self.predicted_m)
+        if table.forecast is not None and not (self._is_measured(table) or table.padded):
+            # At both ends of each of its cells, so that every m has the choice of `dispatch`.
+            ends = (m for change in table.forecast.changes for m in (change - 1, change))
+            candidates = table.forecast.low_ends((*ends, *(self.m_range or ())))
         table = replace(table, forecast=None)  # from here on a prediction is like a measured time
         if self.verdicts is None:
             return table, candidates
         verdict = next((v for v in self.verdicts if v.gemm == gemm), None)
         return table, [_judged(c, verdict, device) for c in candidates]
+
+    def _is_measured(self, table: Table) -> bool:
+        """Whether any m was measured, and not only beyond one end of the range."""
+        low, high = self.m_range or (0, ANY_M)
+        measured = table.measured_m
+        return bool(measured) and measured[0] <= high and low <= measured[-1]
 
     def table(self, problem: Problem, gemm: str, device: Device) -> Table:
         """The table with these candidates."""
@@ -190,7 +198,7 @@ def routes_of(
     is_prepared = inference if is_prepared is None else is_prepared
     judge = replace(judge, is_training=not inference)
     # Only where no form of a GEMM was measured.
-    predicting = replace(judge, predicts=True, predicted_m=m_range or ())
+    predicting = replace(judge, predicts=True, m_range=m_range)
     reason = "no budget" if judge.budget is None else ""
     if dispatcher.choices() is not None:
         reason = "choices are frozen, without those of modules"
@@ -405,9 +413,16 @@ def _rebuilt(
 
 
 def _sizes(table: Table, m_range: MRange | None) -> list[int]:
-    """The measured m in a range; the ends of one between them, where times are interpolated."""
+    """The measured m in a range; the ends of one between them, where times are interpolated.
+
+    Of predictions, which are at every m, the usual m and the ends.
+    """
     measured = table.measured_m
     low, high = m_range or (0, ANY_M)
+    if _is_predicted(table):
+        from lokakern.selection.prediction.forecast import SAMPLED_M  # loaded by then
+
+        measured = [m for m in measured if m in (*SAMPLED_M, low, high)]
     found = [m for m in measured if low <= m <= high]
     is_between = measured and measured[0] <= low <= high <= measured[-1]
     return found if found or not is_between else sorted({low, high})
@@ -497,7 +512,7 @@ def _grad_weight_route(
     """The route of ``dW[n, k] = dY[m, n]^T X[m, k]``, from a table for each m."""
     gemm = "grad_weight"
     low, high = m_range or (1, ANY_M)
-    known = sorted({*SAMPLES, *(choice.m for choice in output.choices)})
+    known = sorted({*SAMPLES, *(m_range or ()), *(choice.m for choice in output.choices)})
     tables = {
         m: judge.table(grad_weight_case(m, n, k).problem, gemm, device)
         for m in known
@@ -525,7 +540,7 @@ def _grad_weight_route(
 
 def _is_predicted(table: Table) -> bool:
     """Whether times are those of the time model."""
-    return any(c.estimated.startswith("predicted") for c in table.candidates)
+    return any(c.is_predicted for c in table.candidates)
 
 
 def _quantizing(choice: Choice) -> str:
