@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -44,10 +44,9 @@ from lokakern.types import (
     Format,
     Granularity,
     Layout,
-    Operand,
     Problem,
-    alignment_of,
 )
+from lokakern.workloads.gemm_cases import dense_operand
 from lokakern.workloads.gemm_gradient_cases import grad_weight_case
 from lokakern.workloads.norm_cases import norm_quantize_case
 
@@ -287,8 +286,8 @@ def _output_problem(n: int, k: int, epilogue: str) -> Callable[[int], Problem]:
 
 def _grad_input_problem(n: int, k: int) -> Callable[[int], Problem]:
     """``dX[m, k] = dY[m, n] W[n, k]``, W as the forward pass stores it."""
-    a = Operand(Format.BFLOAT16, Granularity.NONE, Layout.ROW, alignment_of(2 * n))
-    b = Operand(Format.BFLOAT16, Granularity.NONE, Layout.ROW, alignment_of(2 * k))
+    a = dense_operand(Format.BFLOAT16, (16, n), Layout.ROW, Layout.ROW)
+    b = dense_operand(Format.BFLOAT16, (n, k), Layout.ROW, Layout.COLUMN)  # as cases of sweeps
     return lambda m: make_problem("gemm", (m, k, n), a=a, b=b)
 
 
@@ -512,15 +511,22 @@ def _grad_weight_route(
     """The route of ``dW[n, k] = dY[m, n]^T X[m, k]``, from a table for each m."""
     gemm = "grad_weight"
     low, high = m_range or (1, ANY_M)
-    known = sorted({*SAMPLES, *(m_range or ()), *(choice.m for choice in output.choices)})
-    tables = {
-        m: judge.table(grad_weight_case(m, n, k).problem, gemm, device)
-        for m in known
-        if low <= m <= high and m % 16 == 0
-    }
-    choices = [c for c in (Choice(table, n) for table in tables.values()) if c.latency_us]
+    judge = replace(judge, m_range=(n, n))  # the m of its product
+    known = {*SAMPLES, *(m_range or ()), *(choice.m for choice in output.choices)}
+
+    def measured(sizes: Iterable[int]) -> list[Choice]:
+        problems = (grad_weight_case(m, n, k).problem for m in sizes if m % 16 == 0)
+        found = (Choice(judge.table(problem, gemm, device), n) for problem in problems)
+        return [choice for choice in found if choice.latency_us]
+
+    choices = measured(sorted(m for m in known if low <= m <= high))
     if not choices:
-        return Route(gemm, PLAIN, f"nothing was measured at n={n} k={k} on {device.product}")
+        others = [choice.problem.k for choice in measured(sorted(known)) if m_range is not None]
+        where = "was never measured"
+        if others:
+            sizes = ", ".join(map(str, others))
+            where = f"was measured at m={sizes}, not within m_range={low}..{high}"
+        return Route(gemm, PLAIN, f"dW[{n}, {k}], whose product sums over m samples, {where}")
     names = {c.problem.k: _quantizing(c) for c in choices}
     segments: Segments = [(0, "")]
     for (m, name), (_, then) in pairwise([*names.items(), (ANY_M, "")]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from bisect import bisect_right
 from collections.abc import Iterator
 
@@ -10,10 +11,13 @@ import torch
 from torch import nn
 
 import lokakern
+from lokakern.bench.fp8_gain.gain import worth
+from lokakern.bench.fp8_gain.products import Product
 from lokakern.conversion.convert import Conversion
 from lokakern.conversion.routes import GEMMS, problem_of
 from lokakern.nn.routed_matmul import read_route
 from lokakern.selection import dispatcher
+from lokakern.types import ErrorBudget
 
 H200 = "NVIDIA H200"
 UNMEASURED, MEASURED, ODD = (2560, 1536), (2048, 2048), (2561, 1535)  # k and n
@@ -158,3 +162,29 @@ def test_beyond_the_measured_m_a_range_is_predicted() -> None:
     assert asked.predicted is not None and asked.kernel != "torch.bf16"
     assert route.is_predicted and asked.kernel in route.text
     assert all(choice.m < far[0] for choice in converted(k, n).sites["0"].routes[0].choices)
+
+
+def test_a_weight_gradient_names_its_product_and_where_it_was_measured() -> None:
+    """Of 13 inputs, whose rows are unaligned, nothing is predicted."""
+    route = converted(13, 512, inference=False, m_range=(16384, 16384)).sites["0"].routes[2]
+    assert route.why == (
+        "dW[512, 13], whose product sums over m samples, was measured at m=1024, 2048, 8192, "
+        "20480, not within m_range=16384..16384"
+    )
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_suite_lists_what_explain_misses(training: bool) -> None:
+    model = nn.Sequential(nn.Linear(1728, 1024), nn.Linear(1024, 512), nn.Linear(512, 1))
+    gemms = GEMMS if training else GEMMS[:1]
+    products = [Product(n, 16384, x.out_features, x.in_features, bias=True)
+                for n, x in model.named_children()]  # fmt: skip
+    found = worth(products, budget=ErrorBudget.of(0.06), device=dispatcher.device_named(H200),
+                  regime="compiled", gemms=gemms)  # fmt: skip
+    missing = {(x["n"], x["k"], *x["forms"]) for x in found.missing()}
+    model = model if training else model.bfloat16()
+    handle = lokakern.convert(model, 0.06, device=H200, inference=not training)
+    layers = tomllib.loads(handle.suite([16384]))["layer"]
+    listed = {(x["n"], x["k"], *x["forms"]) for x in layers if "epilogue" not in x}
+    assert missing <= listed and len(missing) == (3 if training else 1)
+    assert {n for n, *_ in listed - missing} <= {8}  # padded sizes
