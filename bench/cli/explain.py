@@ -102,8 +102,7 @@ def explain(
     from lokakern.probe.statistics import GEMMS
     from lokakern.render.terminal import TerminalProgress
     from lokakern.selection import dispatcher
-    from lokakern.selection.arguments import problem_of
-    from lokakern.types import ErrorBudget
+    from lokakern.selection.arguments import budget_of, problem_of
     from lokakern.what_if.devices import DEVICES, device_named
 
     if op[:1].isdigit():  # sizes alone are those of the default
@@ -157,7 +156,7 @@ def explain(
                 one = problem_of(op, asked_for, {})
                 asked, notes = [Product("product", one.m, one.n, one.k)], []
             judged = dispatcher.distribution_names(distribution)
-            _print_what_if(what_if(asked, absent, ErrorBudget.of(budget), judged), notes, how)
+            _print_what_if(what_if(asked, absent, budget_of(budget), judged), notes, how)
             return
         if not given:
             fields = _fields(op, target, prepared, bias, epilogue, scale, out_scale)
@@ -170,7 +169,7 @@ def explain(
         with TerminalProgress(quiet=quiet) as progress:
             progress.begin("explain", len(asked))
             found = worth(
-                asked, budget=ErrorBudget.of(budget), device=target, gemms=gemms,
+                asked, budget=budget_of(budget), device=target, gemms=gemms,
                 distributions=dispatcher.distribution_names(distribution),
                 regime=timing, step=progress.step,
             )  # fmt: skip

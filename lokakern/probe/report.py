@@ -21,6 +21,7 @@ from lokakern.probe.statistics import SiteStatistics
 from lokakern.probe.verdicts import BUDGET, SPEEDS, Verdict, verdicts_of
 from lokakern.progress import Progress, is_shown
 from lokakern.selection import dispatcher
+from lokakern.selection.arguments import budget_of
 from lokakern.types import Device, ErrorBudget
 from lokakern.what_if.devices import device_named, formats_of
 from lokakern.what_if.formats import WhatIf
@@ -189,7 +190,7 @@ class ProbeReport:
                     print_ = fingerprint_of(seen, v.gemm)
                     judged.append(Judged(v, print_, seen.sizes.total()))
                 shown.step(site.name)
-        return cls(judged, ErrorBudget.of(budget), device, unseen)
+        return cls(judged, budget_of(budget), device, unseen)
 
     @property
     def verdicts(self) -> tuple[Verdict, ...]:
