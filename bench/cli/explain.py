@@ -302,13 +302,16 @@ def _products(
         found = products.products_of_probe(files.load(probe.expanduser()), gemms)
         if not found:
             raise UnknownNameError(f"--probe: {str(probe)!r} contains no layer that was called")
+        alone += " Counts are calls in all the steps that Probe sampled."
         return found, [alone, "Errors are those of the nearest benchmarked distributions; `report "
                        "--probe` replays the operands themselves."]  # fmt: skip
     assert model is not None  # one of the three is given
-    found, share = products.products_of_model(model, rows, say)
+    is_trained = len(gemms) > 1
+    found, share = products.products_of_model(model, rows, say, is_trained=is_trained)
+    if is_trained and (first := [p.layer for p in found if not p.needs_input_gradient]):
+        alone += f" The input of {', '.join(first)} needs no gradient."
     if share is not None:
-        alone += (f" Linear layers, under autocast to bfloat16, take {share:.1%} of the FLOPs of a "
-                  "forward pass.")  # fmt: skip
+        alone += f" Linear layers, in bfloat16, take {share:.1%} of the FLOPs of a forward pass."
     return found, [alone]
 
 
