@@ -332,7 +332,8 @@ def _best_route(
         known = (Granularity.ROW,) if is_prepared else FORMS
         every = _of_forms(problem_at(16), gemm, known, judge, device, is_prepared)
         if not every.measured_m:
-            return Route(gemm, PLAIN, every.pick(16).note or "nothing was measured")
+            note, _, _ = every.pick(16).note.partition(": ask with")  # which a conversion cannot
+            return Route(gemm, PLAIN, note or "nothing was measured")
         sizes = _sizes(every, m_range)
         return Route(gemm, PLAIN, _why_plain(every, sizes), tuple(Choice(every, m) for m in sizes))
     gain, form, aligned, other = best
@@ -478,6 +479,7 @@ def _why_plain(table: Table, sizes: Sequence[int]) -> str:
 
 
 _SLOWER = re.compile(r"slower: ([0-9.]+) us")
+EMULATED = "torch.emulated_"  # in names of kernels
 _NOT_HERE = ("not installed", "reads no weight quantized ahead", "emulates", "rows of n=")
 
 
@@ -497,8 +499,9 @@ def _reasons(pick: Pick) -> str:
         for name, why in sorted(pick.rejected, key=rank)
         if "another gains more" not in why
     ]
+    real = [words for words in reasons if EMULATED not in words]  # others are slow on any GPU
     than = "" if pick.time is None else f" than {pick.name} ({pick.time.latency_us:.2f} us)"
-    return "; ".join([f"no kernel that quantizes is better{than}", *reasons[:2]])
+    return "; ".join([f"no kernel that quantizes is better{than}", *(real or reasons)[:2]])
 
 
 def _words(sizes: Sequence[int]) -> str:

@@ -77,7 +77,8 @@ def m_range_of(op: str, given: Any) -> tuple[int, int]:
         least, largest = 0, 0
     if not 1 <= least <= largest:
         raise ShapeError(
-            f"{op}: m_range is {given!r}; expected (smallest, largest), integers, both at least 1"
+            f"{op}: m_range is {given!r}; expected (smallest, largest) in this order, integers of "
+            "at least 1"
         )
     return least, largest
 
