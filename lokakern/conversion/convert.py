@@ -997,8 +997,11 @@ class Conversion:
                 found.add(id(module))
         return found
 
-    def explain(self, name: str | None = None) -> str:
+    def explain(self, name: str | None = None, *, m: int | None = None) -> str:
         """The reasons for each product of a site, or of all sites, kernel by kernel.
+
+        At every measured m, which is long; or with ``m`` at that number of rows alone, where the
+        gradient of a weight has reasons only if it was measured or predicted there.
 
         In inference also its chain, with the times of chain and rival at each m, or why there is
         none. The rival is what runs without the chain, for each layer the faster of the unquantized
@@ -1012,7 +1015,7 @@ class Conversion:
                 f"explain: no site {name!r}; expected one of {', '.join(self.sites)}"
             )
         sites = self.sites.values() if name is None else [self.sites[name]]
-        products = [f"{s.name}: {r.explain()}" for s in sites for r in s.routes]
+        products = [f"{s.name}: {r.explain(m)}" for s in sites for r in s.routes]
         is_forced = isinstance(self._wanted, Forced)  # which each product tells
         chains = [
             span.explain(self.off_chains)

@@ -109,9 +109,14 @@ class Route:
         """Whether choices compare with bfloat16 of padded rows."""
         return any(choice.table.padded for choice in self.choices)
 
-    def explain(self) -> str:
-        """The choice at every measured m, with the reason for each kernel that lost."""
-        return "\n".join([f"{self.gemm}: {self.why}", *(c.explain() for c in self.choices)])
+    def explain(self, m: int | None = None) -> str:
+        """The choice at every measured m, or at one, with the reason for each kernel that lost."""
+        choices = self.choices
+        if m is not None and self.gemm == "grad_weight":  # each m has its own table
+            choices = tuple(c for c in choices if self.rows_at(c) == m)
+        elif m is not None:
+            choices = tuple(Choice(c.table, m) for c in choices[:1])
+        return "\n".join([f"{self.gemm}: {self.why}", *(c.explain() for c in choices)])
 
 
 @dataclass(frozen=True)

@@ -188,3 +188,10 @@ def test_a_suite_lists_what_explain_misses(training: bool) -> None:
     listed = {(x["n"], x["k"], *x["forms"]) for x in layers if "epilogue" not in x}
     assert missing <= listed and len(missing) == (3 if training else 1)
     assert {n for n, *_ in listed - missing} <= {8}  # padded sizes
+
+
+def test_reasons_at_one_m_are_those_of_dispatch() -> None:
+    found = converted(1728, 1024, inference=False)
+    told = found.explain("0", m=16384)
+    assert told.count("gemm m=16384 n=") == 2 and told.count(" k=16384 ") == 1
+    assert "m=4096" not in told and len(told) < len(found.explain("0")) / 3
