@@ -102,8 +102,7 @@ def explain(
     from lokakern.probe.statistics import GEMMS
     from lokakern.render.terminal import TerminalProgress
     from lokakern.selection import dispatcher
-    from lokakern.selection.arguments import problem_of
-    from lokakern.types import ErrorBudget
+    from lokakern.selection.arguments import budget_of, problem_of
     from lokakern.what_if.devices import DEVICES, device_named
 
     if op[:1].isdigit():  # sizes alone are those of the default
@@ -157,7 +156,7 @@ def explain(
                 one = problem_of(op, asked_for, {})
                 asked, notes = [Product("product", one.m, one.n, one.k)], []
             judged = dispatcher.distribution_names(distribution)
-            _print_what_if(what_if(asked, absent, ErrorBudget.of(budget), judged), notes, how)
+            _print_what_if(what_if(asked, absent, budget_of(budget), judged), notes, how)
             return
         if not given:
             fields = _fields(op, target, prepared, bias, epilogue, scale, out_scale)
@@ -170,7 +169,7 @@ def explain(
         with TerminalProgress(quiet=quiet) as progress:
             progress.begin("explain", len(asked))
             found = worth(
-                asked, budget=ErrorBudget.of(budget), device=target, gemms=gemms,
+                asked, budget=budget_of(budget), device=target, gemms=gemms,
                 distributions=dispatcher.distribution_names(distribution),
                 regime=timing, step=progress.step,
             )  # fmt: skip
@@ -303,13 +302,16 @@ def _products(
         found = products.products_of_probe(files.load(probe.expanduser()), gemms)
         if not found:
             raise UnknownNameError(f"--probe: {str(probe)!r} contains no layer that was called")
+        alone += " Counts are calls in all the steps that Probe sampled."
         return found, [alone, "Errors are those of the nearest benchmarked distributions; `report "
                        "--probe` replays the operands themselves."]  # fmt: skip
     assert model is not None  # one of the three is given
-    found, share = products.products_of_model(model, rows, say)
+    is_trained = len(gemms) > 1
+    found, share = products.products_of_model(model, rows, say, is_trained=is_trained)
+    if is_trained and (first := [p.layer for p in found if not p.needs_input_gradient]):
+        alone += f" The input of {', '.join(first)} needs no gradient."
     if share is not None:
-        alone += (f" Linear layers, under autocast to bfloat16, take {share:.1%} of the FLOPs of a "
-                  "forward pass.")  # fmt: skip
+        alone += f" Linear layers, in bfloat16, take {share:.1%} of the FLOPs of a forward pass."
     return found, [alone]
 
 

@@ -378,9 +378,23 @@ def _prebuild(
     *,
     has_errors: bool,
 ) -> None:
+    from lokakern import nvrtc
     from lokakern.build.prebuild import prebuild
+    from lokakern.errors import CompilationError
     from lokakern.measure.accuracy import launched_for_errors
+    from lokakern.registry.register import kernels_for
     from lokakern.render import terminal
+
+    taken = (k for op in {case.problem.op for case in cases} for k in kernels_for(op, device))
+    needs_nvrtc = any(
+        k.language == "cuda" and (not kernels or any(word in k.name for word in kernels))
+        for k in taken
+    )
+    if needs_nvrtc:
+        try:
+            nvrtc.version()
+        except CompilationError as error:  # of every kernel; Triton's need no NVRTC
+            raise CompilationError(f"{error}; or choose others, as by --kernel triton") from None
 
     with terminal.TerminalProgress(quiet=quiet) as progress:
         problems = [case.problem for case in cases]

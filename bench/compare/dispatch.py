@@ -29,10 +29,11 @@ from lokakern.problems import PADDED, baseline_name
 from lokakern.registry.register import KERNELS, Kernel, kernel_named, load_kernels
 from lokakern.render.did_you_mean import did_you_mean
 from lokakern.selection import dispatcher
+from lokakern.selection.arguments import budget_of
 from lokakern.selection.dispatcher import Choice
 from lokakern.selection.ties import within_noise
 from lokakern.sweep.engine import candidates
-from lokakern.types import ErrorBudget, Problem
+from lokakern.types import Problem
 from lokakern.workloads.filters import Condition
 from lokakern.workloads.suites import Case
 
@@ -173,7 +174,7 @@ def held_out(cases: Sequence[Case], count: int, setting: Setting) -> HeldOut:
     if not promised:
         raise MeasurementError(
             f"the database chooses no quantized kernel for any of these {len(cases)} problems on "
-            f"{current_device()} within {ErrorBudget.of(setting.budget)}; sweep first, or choose "
+            f"{current_device()} within {budget_of(setting.budget)}; sweep first, or choose "
             "others"
         )
     drawn = random.Random(setting.seed).sample(promised, min(count, len(promised)))
@@ -218,7 +219,7 @@ def _group(rows: Sequence[Row], baselines: Sequence[str]) -> Group:
 
 def chooser(setting: Setting) -> Chooser:
     """Return a function that gives the choice of dispatch for a case."""
-    budget = ErrorBudget.of(setting.budget)
+    budget = budget_of(setting.budget)
     names = None if setting.distribution is None else (setting.distribution,)
 
     def choose(case: Case) -> Choice:

@@ -125,6 +125,10 @@ class Worth:
                 f"choices, {predicted['speedup']:.2f}x as fast ({predicted['speedup_low']:.2f} to "
                 f"{predicted['speedup_high']:.2f})."
             )
+            if measured:
+                bf16_us, us = (total[name] + predicted[name] for name in ("bf16_us", "us"))
+                lines.append(f"Together: {bf16_us:.1f} us in bf16, {us:.1f} us by these choices, "
+                             f"{bf16_us / us:.2f}x as fast.")  # fmt: skip
         if measured and left:
             lines.append(f"Never measured, and in no sum: {left}.")
         return "\n".join(lines)
@@ -134,7 +138,7 @@ class Worth:
         if not total["measured"]:
             return f"None of {count} {what} was ever measured on {self.device}."
         between = total["interpolated"]
-        how = f" ({between} between measured m)" if between else ""
+        how = f" ({between} between measured m, marked ~)" if between else ""
         return (
             f"{total['measured']} of {count} {what} were measured{how}, "
             f"{total['measured_flops_share']:.1%} of the FLOPs: {total['bf16_us']:.1f} us in bf16, "
@@ -198,6 +202,8 @@ def worth(
 
     for product in products:
         for gemm in gemms:
+            if gemm == "grad_input" and not product.needs_input_gradient:
+                continue
             judged = distributions or product.distributions.get(gemm)
             alike = (product.m, product.n, product.k, product.bias, product.batch, product.format)
             key = (gemm, judged, *alike)

@@ -20,7 +20,7 @@ import json
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,7 @@ class Product:
     bias: bool = False  # whether the output has a bias
     batch: int = 1  # products in a batch
     format: Format = Format.BFLOAT16  # format of X, W and Y
+    needs_input_gradient: bool = True  # in training; not if X depends on no parameter
     # Distributions similar to the operands, by GEMM; by default all realistic.
     distributions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
@@ -241,7 +242,7 @@ def factory_named(spec: str, what: str = "--model", expected: str = EXPECTED) ->
 
 
 def products_of_model(
-    spec: str, rows: int | None, say: Callable[[str], None]
+    spec: str, rows: int | None, say: Callable[[str], None], *, is_trained: bool = False
 ) -> tuple[list[Product], float | None]:
     """Products of a model's linear layers in a forward pass.
 
@@ -252,6 +253,7 @@ def products_of_model(
         spec: ``package.module:factory``.
         rows: Rows of every layer, for a factory without an example of inputs.
         say: Called with messages.
+        is_trained: Whether to find out which inputs need gradients.
 
     Returns:
         The products, and their share of the FLOPs of the forward pass as torch counts them; None
@@ -264,11 +266,11 @@ def products_of_model(
     factory = factory_named(spec)
     try:
         with torch.device("meta"):
-            found = _traced(spec, factory, rows)
+            found = _traced(spec, factory, rows, is_trained)
     except _Failed as error:
         say(f"{spec} runs on the CPU, with all its memory: on the meta device {error}")
         try:
-            found = _traced(spec, factory, rows)
+            found = _traced(spec, factory, rows, is_trained)
         except _Failed as again:
             raise UnsupportedError(f"--model: {again}") from again.__cause__
     if not found[0]:
@@ -283,7 +285,7 @@ class _Failed(Exception):
 
 
 def _traced(
-    spec: str, factory: Callable[[], Any], rows: int | None
+    spec: str, factory: Callable[[], Any], rows: int | None, is_trained: bool
 ) -> tuple[list[Product], float | None]:
     try:
         made = factory()
@@ -309,12 +311,20 @@ def _traced(
     if rows is not None:
         return [_layer_product(name, layer, rows, 1) for name, layer in sites], None
     layers = dict(sites)
-    with torch.no_grad(), FlopCounterMode(display=False) as flops, counted(layers) as calls:
+    grad = torch.set_grad_enabled(is_trained)
+    needs: set[str] = set()
+    with grad, FlopCounterMode(display=False) as flops, counted(layers, needs) as calls:
         try:
             _call(model.eval(), example)
         except Exception as error:
             raise _Failed(f"calling {type(model).__name__} raised {_words(error)}") from error
-    products = [_layer_product(name, layers[name], m, count) for (name, m), count in calls.items()]
+    products = [
+        replace(
+            _layer_product(name, layers[name], m, count),
+            needs_input_gradient=not is_trained or name in needs,
+        )
+        for (name, m), count in calls.items()
+    ]
     total = flops.get_total_flops()
     return products, sum(p.flops for p in products) / total if total else None
 
@@ -325,14 +335,23 @@ def _layer_product(name: str, layer: nn.Module, m: int, count: int) -> Product:
 
 
 @contextlib.contextmanager
-def counted(layers: Mapping[str, nn.Module]) -> Iterator[Counter[tuple[str, int]]]:
-    """Count calls of layers inside, by name and rows of the input."""
+def counted(
+    layers: Mapping[str, nn.Module], differentiated: set[str] | None = None
+) -> Iterator[Counter[tuple[str, int]]]:
+    """Count calls of layers inside, by name and rows of the input.
+
+    Args:
+        layers: The layers by name.
+        differentiated: Receives the names of layers with an input that requires a gradient.
+    """
     calls: Counter[tuple[str, int]] = Counter()
 
     def see(name: str, _module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         x = inputs[0] if inputs else named["input"]
         if x.numel():
             calls[name, x.numel() // x.shape[-1]] += 1
+            if differentiated is not None and x.requires_grad:
+                differentiated.add(name or "the model")
 
     handles = [
         layer.register_forward_pre_hook(functools.partial(see, name), with_kwargs=True)

@@ -19,6 +19,7 @@ from lokakern.progress import Progress
 from lokakern.registry.register import KERNELS
 from lokakern.registry.sharing.plausibility import least_us
 from lokakern.selection import dispatcher
+from lokakern.selection.arguments import budget_of
 from lokakern.selection.table import LooseTable, Pick
 from lokakern.types import (
     Device,
@@ -100,7 +101,7 @@ def survey_of(
     """
     progress = progress or Progress()
     regime = dispatcher.default_regime(device)
-    limits = {NO_BUDGET: None} | {f"{b:g}": ErrorBudget.of(b) for b in sorted({*budgets})}
+    limits = {NO_BUDGET: None} | {f"{b:g}": budget_of(b) for b in sorted({*budgets})}
     groups = _groups(cell.problem for cell in facts.timings_on(device, regime))
     # Problems with the same errors are adjacent: a snapshot caches its last read.
     order = sorted(groups, key=lambda place: (place[0].n, place[0].k, str(place[0]), place[1]))

@@ -273,8 +273,15 @@ class _Search:
         return sorted({m for x in every for m in x if low <= m <= high})
 
     def _in_range(self, start: int, stop: int) -> list[int]:
+        """Those of `sizes` in the range; near the ends of one between them, interpolated."""
         low, high = self._judge.m_range or (0, ANY_M)
-        return [m for m in self.sizes(start, stop) if low <= m <= high]
+        sizes = self.sizes(start, stop)
+        found = [m for m in sizes if low <= m <= high]
+        is_between = sizes and sizes[0] <= low <= high <= sizes[-1]
+        if found or not is_between:
+            return found
+        first = -(-low // 16) * 16
+        return sorted({first, max(first, high // 16 * 16)})
 
     def _errors(self, layer: Layer, sizes: Sequence[int]) -> list[float]:
         """Row errors of all measured quantizing kernels of a layer, whatever the budget."""
@@ -500,6 +507,10 @@ class _Search:
             for m in self._in_range(start, stop)
             if (found := self.at(start, stop, m, {})) is not None
         ]
+        known = sorted({m for place in range(count) for m in self.sizes(place, place + 1)})
+        low, high = self._judge.m_range or (0, ANY_M)
+        if known and errors and (high < known[0] or low > known[-1]):
+            return f"measured at m={', '.join(map(str, known))}, not within m_range={low}..{high}"
         if not every or not errors:
             return f"not measured at these sizes: {SWEEP}"
         best = min(every, key=lambda x: x.us / x.rival_us)

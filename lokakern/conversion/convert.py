@@ -369,7 +369,7 @@ class Conversion:
         for module in self._modules.values():
             if isinstance(module, Linear):
                 module.bring_back()  # to choose for the device of the weight
-        chosen = self._chosen(wanted)  # before any change, as it may raise
+        chosen = self._chosen(wanted, self._m_range)  # before any change, as it may raise
         host = None if self._inference or isinstance(wanted, Forced) else self._host_of(chosen)
         if host is not None:
             chosen = {name: tuple(map(host.limited, routes)) for name, routes in chosen.items()}
@@ -758,7 +758,9 @@ class Conversion:
         ]
         return list(dict.fromkeys(found))
 
-    def _chosen(self, wanted: Wanted | Forced) -> dict[str, tuple[Route, ...]]:
+    def _chosen(
+        self, wanted: Wanted | Forced, m_range: MRange | None
+    ) -> dict[str, tuple[Route, ...]]:
         found: dict[str, tuple[Route, ...]] = {}
         known: dict[Any, tuple[Route, ...]] = {}  # layers often have the same sizes
         for name, module in self._modules.items():
@@ -774,7 +776,7 @@ class Conversion:
                 by = replace(by, regime=self.regime)
             key = (n, k, has_bias, device, by, is_turned)
             if key not in known:
-                known[key] = self._routes_by(by, n, k, has_bias, device, name, is_turned)
+                known[key] = self._routes_by(by, n, k, has_bias, device, name, is_turned, m_range)
             found[name] = known[key]
         return found
 
@@ -791,16 +793,16 @@ class Conversion:
 
     def _routes_by(
         self, by: Judge | Forced, n: int, k: int, has_bias: bool, device: Device, site: str,
-        is_turned: bool,
+        is_turned: bool, m_range: MRange | None,
     ) -> tuple[Route, ...]:  # fmt: skip
         if isinstance(by, Forced):
             return forced_routes(
                 n, k, by, device, has_bias=has_bias, inference=self._inference,
-                m_range=self._m_range, site=site, is_turned=is_turned,
+                m_range=m_range, site=site, is_turned=is_turned,
             )  # fmt: skip
         return routes_of(
             n, k, by, device, has_bias=has_bias, inference=self._inference,
-            m_range=self._m_range, forms=self._forms, is_turned=is_turned,
+            m_range=m_range, forms=self._forms, is_turned=is_turned,
         )  # fmt: skip
 
     @property
@@ -995,8 +997,11 @@ class Conversion:
                 found.add(id(module))
         return found
 
-    def explain(self, name: str | None = None) -> str:
+    def explain(self, name: str | None = None, *, m: int | None = None) -> str:
         """The reasons for each product of a site, or of all sites, kernel by kernel.
+
+        At every measured m, which is long; or with ``m`` at that number of rows alone, where the
+        gradient of a weight has reasons only if it was measured or predicted there.
 
         In inference also its chain, with the times of chain and rival at each m, or why there is
         none. The rival is what runs without the chain, for each layer the faster of the unquantized
@@ -1010,7 +1015,7 @@ class Conversion:
                 f"explain: no site {name!r}; expected one of {', '.join(self.sites)}"
             )
         sites = self.sites.values() if name is None else [self.sites[name]]
-        products = [f"{s.name}: {r.explain()}" for s in sites for r in s.routes]
+        products = [f"{s.name}: {r.explain(m)}" for s in sites for r in s.routes]
         is_forced = isinstance(self._wanted, Forced)  # which each product tells
         chains = [
             span.explain(self.off_chains)
@@ -1028,7 +1033,9 @@ class Conversion:
     def suite(self, m: Sequence[int], name: str = "model") -> str:
         """Missing measurements of this model as a suite, TOML for ``sweep --suite FILE``.
 
-        They include those of layers that may be part of a chain.
+        They are those of products without a time at m, measured or between measured m, as of
+        ``explain --missing``; of their padded sizes, where n or k is no multiple of 8; and those of
+        activations and of layers that may be part of a chain, which `explain` does not know.
 
         With forced kernels, for which no measurements were looked up, these are all products.
 
@@ -1039,32 +1046,19 @@ class Conversion:
         Returns:
             "" if nothing is missing.
         """
-        missing: dict[tuple[int, int], list[str]] = {}
-        for site in self.sites.values():
-            if site.module.is_mixing:
-                continue
-            n, k, _, _ = shape_of(site.module)
-            turned = isinstance(site.module, RawProduct) and site.module.matrix.is_turned
-            for route in site.routes[: 1 if self._inference else None]:
-                if route.choices and not route.is_predicted:
-                    missing.setdefault((n, k), [])
-                    continue
-                gemm, sizes = route.gemm, (n, k)
-                if turned and not self._inference and gemm in _TURNED:
-                    gemm, sizes = _TURNED[gemm], (k, n)
-                forms = missing.setdefault(sizes, [])
-                forms += [form for form in _FORMS[gemm] if form not in forms]
-        for (n, k), forms in list(missing.items()):
-            # Where bf16 of unaligned rows is no measure, that of padded sizes is.
-            wide = (-(-n // 8) * 8, -(-k // 8) * 8)
-            if wide != (n, k):
-                also = missing.setdefault(wide, [])
-                also += [f for f in forms if f != "prepared" and f not in also]
-        layers = [
-            f"[[layer]]\nm = {list(m)}\nn = {n}\nk = {k}\nforms = {json.dumps(forms)}\n"
-            for (n, k), forms in missing.items()
-            if forms
-        ]
+        missing: dict[tuple[int, int], dict[str, list[int]]] = {}  # m of each form
+        for rows in m:
+            for sizes, forms in self._unmeasured_at(rows).items():
+                of_sizes = missing.setdefault(sizes, {})
+                for form in forms:
+                    of_sizes.setdefault(form, []).append(rows)
+        layers = []
+        for (n, k), of_sizes in missing.items():
+            for at in dict.fromkeys(map(tuple, of_sizes.values())):
+                forms = [form for form, every in of_sizes.items() if tuple(every) == at]
+                layers.append(
+                    f"[[layer]]\nm = {list(at)}\nn = {n}\nk = {k}\nforms = {json.dumps(forms)}\n"
+                )
         layers += [
             f"[[layer]]\nm = {list(m)}\nn = {n}\nk = {k}\nactivation = {json.dumps(activation)}\n"
             'forms = ["activate"]\n'
@@ -1077,6 +1071,35 @@ class Conversion:
             for n, k, epilogue in sorted(unmeasured)
         ]
         return "\n".join([f"name = {json.dumps(name)}\n", *layers]) if layers else ""
+
+    def _unmeasured_at(self, m: int) -> dict[tuple[int, int], list[str]]:
+        """Forms of products without a time at m, as in a file of layers, by n and k."""
+        is_forced = isinstance(self._wanted, Forced)
+        chosen = {} if is_forced else self._chosen(self._wanted, (m, m))
+        missing: dict[tuple[int, int], list[str]] = {}
+        for site in self.sites.values():
+            if site.module.is_mixing:
+                continue
+            n, k, _, _ = shape_of(site.module)
+            turned = isinstance(site.module, RawProduct) and site.module.matrix.is_turned
+            routes = chosen.get(site.name, site.routes)
+            for route in routes[: 1 if self._inference else None]:
+                if route.choices and not route.is_predicted:
+                    continue
+                gemm, sizes = route.gemm, (n, k)
+                if turned and not self._inference and gemm in _TURNED:
+                    gemm, sizes = _TURNED[gemm], (k, n)
+                forms = missing.setdefault(sizes, [])
+                wanted = ("gemm", "prepared") if self._inference else ("gemm",)
+                wanted = wanted if gemm == "output" else (gemm,)
+                forms += [form for form in wanted if form not in forms]
+        for (n, k), forms in list(missing.items()):
+            # Where bf16 of unaligned rows is no measure, that of padded sizes is.
+            wide = (-(-n // 8) * 8, -(-k // 8) * 8)
+            if wide != (n, k):
+                also = missing.setdefault(wide, [])
+                also += [f for f in forms if f != "prepared" and f not in also]
+        return missing
 
     def undo(self) -> None:
         """Restore the class of every layer; parameters stay.
@@ -1127,10 +1150,6 @@ _BOTH = (16, 17)  # an m that 16 divides, and one that it does not
 _RESIZED = "a mod was undone, which changed the sizes: refresh, or convert the model again"
 # A product with a weight [k, n] is another one of a layer with k outputs and n inputs.
 _TURNED = {"output": "grad_input", "grad_input": "output"}
-# Forms of each product in suites of users.
-_FORMS = {
-    "output": ("gemm", "prepared"), "grad_input": ("grad_input",), "grad_weight": ("grad_weight",),
-}  # fmt: skip
 
 
 def _sites_of(

@@ -42,7 +42,7 @@ from lokakern.conversion.variants import (
 from lokakern.errors import MeasurementError, UnsupportedError
 from lokakern.nn.chain_plan import read_plan, steps_at
 from lokakern.nn.module_scan import shape_of
-from lokakern.nn.routed_matmul import kernel_at, read_route
+from lokakern.nn.routed_matmul import kernel_at, read_route, traced_route
 from lokakern.probe.loss import LossChange, interval_of, loss_of, relative_change
 from lokakern.registry.register import KERNELS
 from lokakern.selection.arguments import device_of
@@ -56,6 +56,7 @@ MOST_TRIES = 10  # sets that are measured together
 NOISE = 0.1  # of the limit: what two runs of a batch may differ by
 SHRINK = (0.4, 0.7)  # the next set may lose so much of what the last one might, by its excess
 UNKNOWN_GAIN_US = 1e-3  # of a product without a time at these rows: FP8 rather than not
+EAGER_ONLY = "in FP8 in eager calls only, such as the loss; compiled code leaves it in bf16"
 FRONT = (0.25, 0.5, 1.0, 2.0, 4.0)  # limits that the outcome tells about, as multiples
 
 
@@ -84,6 +85,8 @@ class LimitedSite:
         change: Of the loss, with it alone in FP8.
         gain_us: What it saves by times in the database, in microseconds; None if unknown.
         is_kept: Whether it stays in FP8.
+        is_compiled: Whether compiled code runs it, too; else eager calls alone, as those of the
+            loss are.
     """
 
     name: str
@@ -91,6 +94,7 @@ class LimitedSite:
     change: LossChange
     gain_us: float | None
     is_kept: bool
+    is_compiled: bool = True
 
 
 @dataclass(frozen=True)
@@ -152,7 +156,8 @@ class LossLimit:
                 "site": site.name, "kernel": ", ".join(site.kernels),
                 "loss change": f"{site.change.mean:+.1e}",
                 "interval": f"{site.change.low:+.1e} to {site.change.high:+.1e}",
-                "predicted gain us": site.gain_us, "kept": site.is_kept, "why": "",
+                "predicted gain us": site.gain_us, "kept": site.is_kept,
+                "why": "" if site.is_compiled else EAGER_ONLY,
             }
             for site in self.sites
         ]  # fmt: skip
@@ -177,6 +182,8 @@ class LossLimit:
         if self.unjudged and not self.sites:
             least = min(site.least_m for site in self.unjudged)
             notes += f"; the least m at which one runs is {least}"
+        if eager := [site.name for site in self.sites if not site.is_compiled]:
+            notes += f"; {', '.join(eager)}: {EAGER_ONLY}"
         if self.unseen:
             notes += f"; not called, and as before: {', '.join(self.unseen)}"
         if not self.sites:
@@ -254,6 +261,7 @@ def limit_loss(
         conversion.over_limit, conversion.over_limit_chains = {}, frozenset()
         try:
             start_again(conversion)
+            progress.tell("loss", 0.0)
             rows, _ = observed_rows(conversion, lambda: [run(batch) for batch in batches])
             if not rows:
                 raise MeasurementError(
@@ -436,7 +444,7 @@ class _Trial:
         run: Callable[[Any], float],
         batches: Sequence[Any],
     ) -> None:
-        self.groups, self.runs = groups, 0
+        self.groups, self.runs, self._conversion = groups, 0, conversion
         self._run, self._batches = run, batches
         self._switch = Switch(conversion, groups)
         self._free: Off = frozenset(
@@ -450,6 +458,7 @@ class _Trial:
         self._alone: dict[int, LossChange] = {}  # of each group
         self._items: list[list[Option]] = []
         self._kept: list[Option] = []
+        self._share = 0.0  # of the work that is done
         self._before = self._after = LossChange(0.0, 0.0, 0.0, len(self._second))
 
     def run(self, relative: float) -> Off:
@@ -490,7 +499,7 @@ class _Trial:
         """What is told."""
         sites = [
             LimitedSite(group.sites[0], group.kernels, self._alone[place], group.predicted_us,
-                        place not in off)
+                        place not in off, self._is_compiled(group))
             for place, group in enumerate(self.groups) if place in self._alone
         ]  # fmt: skip
         front = []
@@ -502,6 +511,13 @@ class _Trial:
             tuple(sites), relative, self._before, sum(map(self._mean, self._kept)), self._after,
             tuple(front), self.runs, seconds, unseen, unjudged, file,
         )  # fmt: skip
+
+    def _is_compiled(self, group: Group) -> bool:
+        """Whether compiled code runs a layer or chain in FP8 at any of its rows."""
+        if group.gemm != "output":
+            return True
+        text = traced_route(self._conversion.untuned[group.sites[0]][0].text)
+        return any(kernel_at(text, m) for m in group.rows)
 
     def _check_repeats(self, relative: float) -> None:
         """Refuse a loss that differs between two runs of the same batch."""
@@ -533,7 +549,7 @@ class _Trial:
         items += [[(place, frozenset({place}))] for place in sorted(left)]
         found = []
         for number, ways in enumerate(items):
-            progress.tell("loss", 0.9 * number / len(items))
+            self._share = 0.9 * number / len(items)
             options = []
             for place, on in ways:
                 change = self._change(on, self._first)
@@ -572,6 +588,9 @@ class _Trial:
 
     def _losses(self, on: frozenset[int], places: Iterable[int]) -> list[float]:
         self._switch(self._free - on)
-        found = [self._run(self._batches[place]) for place in places]
+        found = []
+        for place in places:
+            progress.tell("loss", self._share)
+            found.append(self._run(self._batches[place]))
         self.runs += len(found)
         return found

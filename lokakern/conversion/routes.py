@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -44,10 +44,9 @@ from lokakern.types import (
     Format,
     Granularity,
     Layout,
-    Operand,
     Problem,
-    alignment_of,
 )
+from lokakern.workloads.gemm_cases import dense_operand
 from lokakern.workloads.gemm_gradient_cases import grad_weight_case
 from lokakern.workloads.norm_cases import norm_quantize_case
 
@@ -110,9 +109,14 @@ class Route:
         """Whether choices compare with bfloat16 of padded rows."""
         return any(choice.table.padded for choice in self.choices)
 
-    def explain(self) -> str:
-        """The choice at every measured m, with the reason for each kernel that lost."""
-        return "\n".join([f"{self.gemm}: {self.why}", *(c.explain() for c in self.choices)])
+    def explain(self, m: int | None = None) -> str:
+        """The choice at every measured m, or at one, with the reason for each kernel that lost."""
+        choices = self.choices
+        if m is not None and self.gemm == "grad_weight":  # each m has its own table
+            choices = tuple(c for c in choices if self.rows_at(c) == m)
+        elif m is not None:
+            choices = tuple(Choice(c.table, m) for c in choices[:1])
+        return "\n".join([f"{self.gemm}: {self.why}", *(c.explain() for c in choices)])
 
 
 @dataclass(frozen=True)
@@ -127,7 +131,7 @@ class Judge:
         is_training: Whether host costs are those of training steps.
         predicts: Whether times are predicted where nothing was measured.
         pads: Whether unaligned rows may be padded, as by a compiler; not in eager calls of modules.
-        predicted_m: m at which times are predicted besides the usual ones.
+        m_range: Smallest and largest m to choose for; None: all m. Predictions are listed there.
     """
 
     budget: ErrorBudget | None
@@ -137,7 +141,7 @@ class Judge:
     is_training: bool = False
     predicts: bool = False
     pads: bool = True
-    predicted_m: tuple[int, ...] = ()
+    m_range: MRange | None = None
 
     def candidates(
         self, problem: Problem, gemm: str, device: Device
@@ -152,13 +156,21 @@ class Judge:
             table = replace(table, padded="", forecast=None)
             candidates = [c for c in candidates if c.name != PADDED]
         # Few unaligned sizes were measured, and there predictions are inexact.
-        if table.forecast is not None and not (table.measured_m or table.padded):
-            candidates = table.forecast.low_ends(self.predicted_m)
+        if table.forecast is not None and not (self._is_measured(table) or table.padded):
+            # At both ends of each of its cells, so that every m has the choice of `dispatch`.
+            ends = (m for change in table.forecast.changes for m in (change - 1, change))
+            candidates = table.forecast.low_ends((*ends, *(self.m_range or ())))
         table = replace(table, forecast=None)  # from here on a prediction is like a measured time
         if self.verdicts is None:
             return table, candidates
         verdict = next((v for v in self.verdicts if v.gemm == gemm), None)
         return table, [_judged(c, verdict, device) for c in candidates]
+
+    def _is_measured(self, table: Table) -> bool:
+        """Whether any m was measured, and not only beyond one end of the range."""
+        low, high = self.m_range or (0, ANY_M)
+        measured = table.measured_m
+        return bool(measured) and measured[0] <= high and low <= measured[-1]
 
     def table(self, problem: Problem, gemm: str, device: Device) -> Table:
         """The table with these candidates."""
@@ -190,7 +202,7 @@ def routes_of(
     is_prepared = inference if is_prepared is None else is_prepared
     judge = replace(judge, is_training=not inference)
     # Only where no form of a GEMM was measured.
-    predicting = replace(judge, predicts=True, predicted_m=m_range or ())
+    predicting = replace(judge, predicts=True, m_range=m_range)
     reason = "no budget" if judge.budget is None else ""
     if dispatcher.choices() is not None:
         reason = "choices are frozen, without those of modules"
@@ -279,8 +291,8 @@ def _output_problem(n: int, k: int, epilogue: str) -> Callable[[int], Problem]:
 
 def _grad_input_problem(n: int, k: int) -> Callable[[int], Problem]:
     """``dX[m, k] = dY[m, n] W[n, k]``, W as the forward pass stores it."""
-    a = Operand(Format.BFLOAT16, Granularity.NONE, Layout.ROW, alignment_of(2 * n))
-    b = Operand(Format.BFLOAT16, Granularity.NONE, Layout.ROW, alignment_of(2 * k))
+    a = dense_operand(Format.BFLOAT16, (16, n), Layout.ROW, Layout.ROW)
+    b = dense_operand(Format.BFLOAT16, (n, k), Layout.ROW, Layout.COLUMN)  # as cases of sweeps
     return lambda m: make_problem("gemm", (m, k, n), a=a, b=b)
 
 
@@ -325,7 +337,8 @@ def _best_route(
         known = (Granularity.ROW,) if is_prepared else FORMS
         every = _of_forms(problem_at(16), gemm, known, judge, device, is_prepared)
         if not every.measured_m:
-            return Route(gemm, PLAIN, every.pick(16).note or "nothing was measured")
+            note, _, _ = every.pick(16).note.partition(": ask with")  # which a conversion cannot
+            return Route(gemm, PLAIN, note or "nothing was measured")
         sizes = _sizes(every, m_range)
         return Route(gemm, PLAIN, _why_plain(every, sizes), tuple(Choice(every, m) for m in sizes))
     gain, form, aligned, other = best
@@ -405,9 +418,16 @@ def _rebuilt(
 
 
 def _sizes(table: Table, m_range: MRange | None) -> list[int]:
-    """The measured m in a range; the ends of one between them, where times are interpolated."""
+    """The measured m in a range; the ends of one between them, where times are interpolated.
+
+    Of predictions, which are at every m, the usual m and the ends.
+    """
     measured = table.measured_m
     low, high = m_range or (0, ANY_M)
+    if _is_predicted(table):
+        from lokakern.selection.prediction.forecast import SAMPLED_M  # loaded by then
+
+        measured = [m for m in measured if m in (*SAMPLED_M, low, high)]
     found = [m for m in measured if low <= m <= high]
     is_between = measured and measured[0] <= low <= high <= measured[-1]
     return found if found or not is_between else sorted({low, high})
@@ -464,6 +484,7 @@ def _why_plain(table: Table, sizes: Sequence[int]) -> str:
 
 
 _SLOWER = re.compile(r"slower: ([0-9.]+) us")
+EMULATED = "torch.emulated_"  # in names of kernels
 _NOT_HERE = ("not installed", "reads no weight quantized ahead", "emulates", "rows of n=")
 
 
@@ -483,8 +504,9 @@ def _reasons(pick: Pick) -> str:
         for name, why in sorted(pick.rejected, key=rank)
         if "another gains more" not in why
     ]
+    real = [words for words in reasons if EMULATED not in words]  # others are slow on any GPU
     than = "" if pick.time is None else f" than {pick.name} ({pick.time.latency_us:.2f} us)"
-    return "; ".join([f"no kernel that quantizes is better{than}", *reasons[:2]])
+    return "; ".join([f"no kernel that quantizes is better{than}", *(real or reasons)[:2]])
 
 
 def _words(sizes: Sequence[int]) -> str:
@@ -497,15 +519,22 @@ def _grad_weight_route(
     """The route of ``dW[n, k] = dY[m, n]^T X[m, k]``, from a table for each m."""
     gemm = "grad_weight"
     low, high = m_range or (1, ANY_M)
-    known = sorted({*SAMPLES, *(choice.m for choice in output.choices)})
-    tables = {
-        m: judge.table(grad_weight_case(m, n, k).problem, gemm, device)
-        for m in known
-        if low <= m <= high and m % 16 == 0
-    }
-    choices = [c for c in (Choice(table, n) for table in tables.values()) if c.latency_us]
+    judge = replace(judge, m_range=(n, n))  # the m of its product
+    known = {*SAMPLES, *(m_range or ()), *(choice.m for choice in output.choices)}
+
+    def measured(sizes: Iterable[int]) -> list[Choice]:
+        problems = (grad_weight_case(m, n, k).problem for m in sizes if m % 16 == 0)
+        found = (Choice(judge.table(problem, gemm, device), n) for problem in problems)
+        return [choice for choice in found if choice.latency_us]
+
+    choices = measured(sorted(m for m in known if low <= m <= high))
     if not choices:
-        return Route(gemm, PLAIN, f"nothing was measured at n={n} k={k} on {device.product}")
+        others = [choice.problem.k for choice in measured(sorted(known)) if m_range is not None]
+        where = "was never measured"
+        if others:
+            sizes = ", ".join(map(str, others))
+            where = f"was measured at m={sizes}, not within m_range={low}..{high}"
+        return Route(gemm, PLAIN, f"dW[{n}, {k}], whose product sums over m samples, {where}")
     names = {c.problem.k: _quantizing(c) for c in choices}
     segments: Segments = [(0, "")]
     for (m, name), (_, then) in pairwise([*names.items(), (ANY_M, "")]):
@@ -525,7 +554,7 @@ def _grad_weight_route(
 
 def _is_predicted(table: Table) -> bool:
     """Whether times are those of the time model."""
-    return any(c.estimated.startswith("predicted") for c in table.candidates)
+    return any(c.is_predicted for c in table.candidates)
 
 
 def _quantizing(choice: Choice) -> str:

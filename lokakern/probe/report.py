@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +19,9 @@ from lokakern.errors import DeviceError, UnknownNameError, UnsupportedError
 from lokakern.probe.fingerprint import Fingerprint, fingerprint_of, moved, nearest, outside
 from lokakern.probe.statistics import SiteStatistics
 from lokakern.probe.verdicts import BUDGET, SPEEDS, Verdict, verdicts_of
+from lokakern.progress import Progress, is_shown
 from lokakern.selection import dispatcher
+from lokakern.selection.arguments import budget_of
 from lokakern.types import Device, ErrorBudget
 from lokakern.what_if.devices import device_named, formats_of
 from lokakern.what_if.formats import WhatIf
@@ -131,7 +135,7 @@ class ProbeReport:
         times: bool = False,
         unseen: Mapping[str, str] | None = None,
     ) -> ProbeReport:
-        """Replay every site and judge it.
+        """Replay every site and judge it, which takes seconds a site without a GPU.
 
         Args:
             sites: Their statistics, by name.
@@ -139,7 +143,8 @@ class ProbeReport:
             device: Whose times count, such as "NVIDIA H200" of a shipped file; None: of the GPU
                 here, of nobody where there is none. One that nobody has measured, such as "NVIDIA
                 B200", has no times: see `lokakern.what_if.devices`.
-            seeds: Of the samples of a weight's gradient, see `lokakern.probe.replay.replay`.
+            seeds: Of the samples of a weight's gradient. The first gives its error, the
+                others its limit, and each is replayed, see `lokakern.probe.replay.replay`.
             database: Where the errors go as rows; None: nowhere.
             times: Also time here, into the database, what was not timed before.
             unseen: What there is no verdict on, by name, and why.
@@ -153,6 +158,7 @@ class ProbeReport:
         from lokakern.probe.replay import LearnedSite, compile_ahead, replay, time_sites
         from lokakern.registry.snapshot.loading import load_snapshot
         from lokakern.registry.storage.paths import shipped_databases
+        from lokakern.render.terminal import TerminalProgress
 
         here = current_device()
         if times and (database is None or device not in (None, here, here.product)):
@@ -164,7 +170,11 @@ class ProbeReport:
             device = here
         judged = []
         learned = [LearnedSite(name, statistics) for name, statistics in sites.items()]
-        try:
+        with contextlib.ExitStack() as stack:
+            shown = Progress() if is_shown() else TerminalProgress()
+            stack.enter_context(shown)
+            if times:  # those of the shipped files alone afterwards
+                stack.callback(dispatcher.use_snapshot, None)
             if times and database is not None:
                 time_sites(sites, database)
                 dispatcher.use_snapshot(load_snapshot([*shipped_databases(), database]))
@@ -172,16 +182,15 @@ class ProbeReport:
             if isinstance(device, str):
                 device, formats = _known(device)
             compile_ahead(learned)
+            shown.begin("judging sites", len(learned))
             for site in learned:
                 seen = site.statistics
                 replayed = replay(site, seeds=seeds, database=database, formats=formats)
                 for v in verdicts_of(site.name, seen, replayed, budget=budget, device=device):
                     print_ = fingerprint_of(seen, v.gemm)
                     judged.append(Judged(v, print_, seen.sizes.total()))
-        finally:
-            if times:
-                dispatcher.use_snapshot(None)  # that of the shipped files alone
-        return cls(judged, ErrorBudget.of(budget), device, unseen)
+                shown.step(site.name)
+        return cls(judged, budget_of(budget), device, unseen)
 
     @property
     def verdicts(self) -> tuple[Verdict, ...]:
@@ -271,7 +280,16 @@ class ProbeReport:
         """How much time would be saved; "" where nothing was timed."""
         if self.saved_share is None:
             return ""
-        return f"{self.saved_share:.1%} of the time of these GEMMs in bfloat16 would be saved"
+        timed, every = (
+            sum(j.calls * math.prod(j.verdict.shape) for j in some)
+            for some in ([j for j in self._judged if j.verdict.bf16_us], self._judged)
+        )
+        which = "these GEMMs"
+        rest = ""
+        if timed < every:
+            which = f"the GEMMs that were timed, {timed / every:.0%} of the FLOPs,"
+            rest = "; of the others `explain --probe FILE --training` predicts times"
+        return f"{self.saved_share:.1%} of the time of {which} in bfloat16 would be saved{rest}"
 
     def table(self) -> None:
         """Print a table."""

@@ -17,6 +17,7 @@ from lokakern.errors import UnsupportedError
 from lokakern.probe.problems import Replayed, padded, problem_of, way_of
 from lokakern.probe.statistics import FEWEST_ROWS, GEMMS, SiteStatistics
 from lokakern.registry.architectures import FP8_GPUS
+from lokakern.selection.arguments import budget_of
 from lokakern.selection.candidates import Time
 from lokakern.selection.dispatcher import device_named, table_for
 from lokakern.selection.ties import within_noise
@@ -96,10 +97,10 @@ def verdicts_of(
         UnsupportedError: The budget limits something else.
         DeviceError: The database does not know the device.
     """
-    limits = ErrorBudget.of(budget).limits
+    limits = budget_of(budget).limits
     if not limits.keys() <= set(LIMITS):
         raise UnsupportedError(
-            f"Probe judges by {' and '.join(LIMITS)}; the budget is {ErrorBudget.of(budget)}"
+            f"Probe judges by {' and '.join(LIMITS)}; the budget is {budget_of(budget)}"
         )
     here = current_device()
     there = here if device is None else device_named(device)

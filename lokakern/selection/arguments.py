@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from lokakern.device import current_device
-from lokakern.errors import DeviceError, FormatError, ShapeError, UnknownNameError
+from lokakern.errors import BudgetError, DeviceError, FormatError, ShapeError, UnknownNameError
 from lokakern.problems import make_problem
 from lokakern.registry.ops import EPILOGUE_OPS, op_named
 from lokakern.registry.register import KERNELS, load_kernels
@@ -34,15 +34,23 @@ def budget_of(given: ErrorBudget | float) -> ErrorBudget:
     """A budget; a bare number limits ``row_err``.
 
     Raises:
-        BudgetError: Neither a number nor an ErrorBudget, or not finite, or negative.
+        BudgetError: Neither a number nor an ErrorBudget, not finite, or negative; or ``row_err`` is
+            above 1, which no row error exceeds.
     """
     number: object = given  # callers may pass anything
     if not isinstance(number, bool) and isinstance(number, Real):
         try:
-            return ErrorBudget.of(float(number))
+            given = float(number)
         except OverflowError:
-            return ErrorBudget.of(math.inf)
-    return ErrorBudget.of(given)
+            given = math.inf
+    found = ErrorBudget.of(given)
+    # Not in ErrorBudget: digests of kernels cover its file, and measured rows would be stale.
+    if found.row_err is not None and found.row_err > 1:
+        raise BudgetError(
+            f"budget row_err is {found.row_err:g}; expected 1 at most, which no row error exceeds: "
+            "0.06 is 6 %"
+        )
+    return found
 
 
 def flag_of(op: str, name: str, given: object) -> bool:
@@ -69,7 +77,8 @@ def m_range_of(op: str, given: Any) -> tuple[int, int]:
         least, largest = 0, 0
     if not 1 <= least <= largest:
         raise ShapeError(
-            f"{op}: m_range is {given!r}; expected (smallest, largest), integers, both at least 1"
+            f"{op}: m_range is {given!r}; expected (smallest, largest) in this order, integers of "
+            "at least 1"
         )
     return least, largest
 

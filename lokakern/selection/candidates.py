@@ -133,6 +133,11 @@ class Candidate:
     estimated: str = ""  # what the times are made of, if the kernel itself was not timed
     host: HostCost | None = None  # of a call, if it counts
 
+    @property
+    def is_predicted(self) -> bool:
+        """Whether its times are those of a time model."""
+        return self.estimated.startswith("predicted")
+
     def time_at(self, m: int) -> tuple[Time, bool] | None:
         """The time at m and whether it is interpolated; None outside the measured range.
 

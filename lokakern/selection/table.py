@@ -139,7 +139,8 @@ class Table:
         # Asked for twice at most m: at the ends of two intervals.
         pick = functools.cache(functools.partial(self._pick, legal))
         for low, high in itertools.pairwise(measured):
-            starts += _changes(low, high, pick)
+            is_level = all(c.times.get(low) == c.times.get(high) for c in legal)
+            starts += [low] if is_level else _changes(low, high, pick)
         if measured:
             starts += [measured[0], measured[-1], measured[-1] + 1]
         if self.forecast is not None:

@@ -3,6 +3,7 @@
 Times within 3 % are ties, and times within their noise are, up to 5 %. A tie goes to the
 unquantized kernel, then to the smaller error, then to operands that one launch quantizes, then to
 the first name. A kernel that is slower than the fastest unquantized one never ties with it.
+Predicted times never tie, because the lower end of a speedup already counts their error.
 """
 
 from __future__ import annotations
@@ -45,13 +46,12 @@ def break_tie(timed: Sequence[Timed], limit: str) -> tuple[Timed, Sequence[Timed
         timed: At least one.
         limit: Name of the error that is compared.
     """
-    best = min(timed, key=lambda x: (x.time.latency_us, x.candidate.name)).time
+    best = min(timed, key=lambda x: (x.time.latency_us, x.candidate.name))
     plain_us = min((x.time.latency_us for x in timed if x.candidate.unquantized), default=math.inf)
     tied = [
         x
         for x in timed
-        if within_noise(x.time.latency_us, x.time.margin_us, best.latency_us, best.margin_us)
-        and (x.candidate.unquantized or x.time.latency_us <= plain_us)
+        if _is_tie(x, best) and (x.candidate.unquantized or x.time.latency_us <= plain_us)
     ]
 
     def order(x: Timed) -> tuple[bool, float, bool, str]:
@@ -65,6 +65,13 @@ def break_tie(timed: Sequence[Timed], limit: str) -> tuple[Timed, Sequence[Timed
         )
 
     return min(tied, key=order), tied
+
+
+def _is_tie(x: Timed, best: Timed) -> bool:
+    if x.candidate.is_predicted or best.candidate.is_predicted:
+        return x is best
+    times = x.time.latency_us, x.time.margin_us, best.time.latency_us, best.time.margin_us
+    return within_noise(*times)
 
 
 def within_noise(a_us: float, a_margin: float, b_us: float, b_margin: float) -> bool:

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import lokakern
-from lokakern import jit
+from lokakern import jit, nvrtc
 from lokakern.build import pool, prebuild
 from lokakern.build.empty_operands import empty_operands
 from lokakern.build.pool import BuildReport, Failure, build
@@ -663,3 +663,24 @@ def test_the_first_call_after_warmup_compiles_nothing(
     assert report.compiled > 10 and not report.failures, report
     found = launch_prebuilt(device)
     assert found["looks"] == found["hits"] > 10
+
+
+def test_without_bindings_the_command_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from lokakern.bench.cli.main import app
+
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    nvrtc.version.cache_clear()
+    monkeypatch.setattr("lokakern.build.prebuild.jobs_for", None)  # no work
+    words = ["sweep", "--shape", "64,64,64", "--prebuild", "--device", "NVIDIA H200", "--quiet"]
+    with pytest.raises(SystemExit) as ended:
+        app(words)
+    assert ended.value.code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "CUDA kernels need cuda-bindings" in line and "pip install" in line
+    assert line.endswith("or choose others, as by --kernel triton")
+    monkeypatch.setattr("lokakern.build.prebuild.jobs_for", lambda *_: [])
+    with pytest.raises(SystemExit) as ended:
+        app([*words, "--kernel", "triton"])
+    assert not ended.value.code

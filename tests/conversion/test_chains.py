@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -244,6 +245,25 @@ def test_no_chain_without_measurements(book: Book, layer: Layer) -> None:
     assert not plan.chains
     assert plan.why.startswith("not measured at these sizes")
     assert plan.missing == (layer,)
+
+
+@pytest.mark.parametrize(("m_range", "at"), [((1024, 1024), [1024]), ((1000, 1040), [1008, 1040])])
+def test_a_range_between_measured_m_has_the_chain_of_no_range(
+    book: Book, m_range: tuple[int, int], at: list[int]
+) -> None:
+    book.write(*both({512: 20.0, 2048: 60.0}, {512: 10.0, 2048: 30.0}))
+    (whole,) = planned(WIDE, NARROW).chains
+    (chain,) = planned(WIDE, NARROW, judge=replace(JUDGE, m_range=m_range)).chains
+    assert [t.m for t in chain.times] == at and all(t.interpolated for t in chain.times)
+    for m in m_range:
+        assert kernels_at(chain, m) == kernels_at(whole, m) != []
+    assert not kernels_at(chain, 512) and not kernels_at(chain, 2048)
+
+
+def test_no_chain_beyond_the_measured_m(book: Book) -> None:
+    book.write(*both({512: 20.0, 2048: 60.0}, {512: 10.0, 2048: 30.0}))
+    plan = planned(WIDE, NARROW, judge=replace(JUDGE, m_range=(4096, 8192)))
+    assert plan.why == "measured at m=512, 2048, not within m_range=4096..8192"
 
 
 def test_no_chain_where_the_unquantized_layer_was_not_measured(book: Book) -> None:

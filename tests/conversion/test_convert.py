@@ -534,10 +534,12 @@ def test_missing_measurements_are_a_suite_to_sweep(known: Book, tmp_path: Path) 
     file.write_text(found.suite([256, 2048], "mine"))
     problems = {case.problem for case in suite_from_file(file).build(Format.E4M3FN)}
     for m in (256, 2048):
-        assert gemm(m, 1, N) in problems and gemm(m, N, K) not in problems
+        assert gemm(m, 1, N) in problems
+        assert (gemm(m, N, K) in problems) == (m == 2048)  # beyond the measured m
         assert grad_weight_case(m, 1, N).problem in problems
         padded = {(m, 8, N), (m, N, 8)}  # rows of one column are unaligned
-        assert {p.shape for p in problems if p.m == m} == {(m, 1, N), (m, N, 1)} | padded
+        beyond = {(m, N, K), (m, K, N)} if m == 2048 else set()
+        assert {p.shape for p in problems if p.m == m} == {(m, 1, N), (m, N, 1)} | padded | beyond
     model = nn.Sequential(nn.Linear(K, N))
     assert convert(model, 0.06, device=H200).suite([256]) == ""
 
@@ -629,6 +631,15 @@ def test_an_unknown_regime_is_refused(known: Book) -> None:
     assert type(model[0]) is nn.Linear
 
 
+def test_reasons_name_no_emulation_and_no_call_of_dispatch() -> None:
+    """By the shipped times; of a layer with 13 inputs emulations were timed, too."""
+    dispatcher.use_snapshot(None)
+    model = nn.Sequential(nn.Linear(13, 512), nn.Linear(512, 13, bias=False))
+    rows = convert(model, 0.06, device=H200).choices
+    assert len(rows) == 6 and any("slower: " in row["why"] for row in rows)
+    assert not any("emulated" in row["why"] or "ask with" in row["why"] for row in rows)
+
+
 def test_a_suite_has_the_padded_sizes_of_unaligned_layers(known: Book, tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(39, 13))
     for inference in (False, True):
@@ -681,7 +692,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"report_or_budget": True}, FormatError, "is bool"),
     ({"report_or_budget": float("nan")}, BudgetError, "nan"),
     ({"device": "NVIDIA H9000"}, DeviceError, "H9000"),
-    ({"m_range": (4, 2)}, ShapeError, r"m_range is \(4, 2\); expected"),
+    ({"m_range": (4, 2)}, ShapeError, r"m_range is \(4, 2\); expected .* in this order"),
     ({"weight_scales": ["1x128"]}, UnknownNameError, "names '1x128'; expected some of tensor, row"),
     ({"m_range": 4}, ShapeError, "m_range is 4"),
     ({"distribution": 3}, UnknownNameError, "distribution is 3"),

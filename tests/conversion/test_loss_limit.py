@@ -138,6 +138,23 @@ def test_the_layer_that_costs_the_loss_goes(known: Book) -> None:
     assert why == f"the loss may rise by {limit:.1e} at most"
 
 
+def test_a_product_in_fp8_in_eager_calls_alone_is_marked() -> None:
+    """By the shipped times a compiler pads rows of 479, and eager calls take FP8."""
+    dispatcher.use_snapshot(None)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(479, 1024, bias=False, dtype=torch.bfloat16)).eval()
+    plain = copy.deepcopy(model).double()
+    handle = lokakern.convert(model, 0.06, device=H200, inference=True, m_range=(256, 8192))
+    given = [torch.randn(256, 479).bfloat16() for _ in range(4)]
+    found = handle.limit_loss(
+        lambda x: 1.0 + (model(x) - plain(x.double())).square().mean(), given, relative=1.0
+    )
+    (site,) = found.sites
+    assert site.is_kept and not site.is_compiled
+    assert "0: in FP8 in eager calls only" in found.summary
+    assert "compiled code leaves it in bf16" in found.rows[0]["why"]
+
+
 def test_within_no_limit_nothing_stays_and_bits_are_those_of_nn_linear(known: Book) -> None:
     model, plain = model_of(), model_of()
     found, handle = limited(model, 1e-12)

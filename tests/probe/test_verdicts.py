@@ -19,7 +19,7 @@ from lokakern import numerics
 from lokakern.errors import UnknownNameError, UnsupportedError
 from lokakern.probe import fingerprint
 from lokakern.probe.problems import Replayed
-from lokakern.probe.report import ProbeReport
+from lokakern.probe.report import Judged, ProbeReport
 from lokakern.probe.session import Probe
 from lokakern.probe.statistics import SiteStatistics
 from lokakern.probe.verdicts import Verdict, verdicts_of
@@ -357,6 +357,14 @@ def test_times_come_from_a_shipped_file() -> None:
     assert (small.safety, small.speed, small.saved_us) == ("safe", "slow", 0.0)
     unknown = only(verdicts_of("a", shaped(500, 516, 2048), errors, device=H200))
     assert (unknown.speed, unknown.bf16_us) == ("", None)
+    untimed = 8192 * 4097 * 4095
+    share = 8192 * 4096 * 4096 / (8192 * 4096 * 4096 + untimed)
+    both = ProbeReport([Judged(large, {}, 1), Judged(replace(large, shape=(8192, 4097, 4095),
+                        bf16_us=None), {}, 1)], ErrorBudget(row_err=0.06), H200)  # fmt: skip
+    assert f"of the GEMMs that were timed, {share:.0%} of the FLOPs, in bf" in both.summary
+    assert "explain --probe" in both.summary
+    alone = ProbeReport([Judged(large, {}, 1)], ErrorBudget(row_err=0.06), H200)
+    assert alone.summary.endswith("of the time of these GEMMs in bfloat16 would be saved")
 
 
 def test_unsafe_weight_gradients_stay_in_bf16() -> None:

@@ -188,6 +188,21 @@ def test_a_budget_that_equals_a_good_one_is_refused_when_warm() -> None:
             ask(x, w, budget=True)  # type: ignore[operator]
 
 
+@pytest.mark.parametrize("given", [6, 1.5, np.float32(6)])
+def test_a_row_error_above_one_is_no_budget(given: Any) -> None:
+    """6 is meant as 6 %, and would admit every kernel."""
+    x, w = torch.zeros(8, 16, dtype=torch.bfloat16), torch.zeros(16, 16, dtype=torch.bfloat16)
+    asked = (
+        lambda: lokakern.convert(nn.Linear(16, 16, dtype=torch.bfloat16), given),
+        lambda: lokakern.dispatch("gemm", (16, 16, 16), given),
+        lambda: gemm(x, w, budget=given), lambda: arguments.budget_of(given),
+    )  # fmt: skip
+    for ask in asked:
+        with pytest.raises(BudgetError, match=r"expected 1 at most.*0\.06 is 6 %"):
+            ask()
+    assert ErrorBudget(row_err=1, rel_err=2).limits == {"row_err": 1, "rel_err": 2}
+
+
 @pytest.mark.parametrize("passed", [(np.int64(1), np.uint8(64)), [1, 64], np.array([1, 64])])
 def test_ranges_of_m_may_be_numpy_integers(passed: Any) -> None:
     assert arguments.m_range_of("convert", passed) == (1, 64)

@@ -166,3 +166,17 @@ def test_the_nearest_name_is_meant(asked: str, meant: str) -> None:
     known = ["cuda.gemm_row", "torch.bf16", "NVIDIA H200", "NVIDIA H100 80GB HBM3"]
     found = did_you_mean.did_you_mean(asked, known)
     assert found == (f"did you mean {meant!r}? " if meant else "")
+
+
+def test_the_script_finds_modules_of_the_current_folder(tmp_path: Path) -> None:
+    """As `python -m` does; a script has its own folder in place of the current one."""
+    file = tmp_path / "bin" / "lokakern"
+    file.parent.mkdir()
+    file.write_text("from lokakern_cli import main\nmain()\n")
+    (tmp_path / "my_model.py").write_text(
+        "import torch\ndef made(): return torch.nn.Linear(64, 64), torch.zeros(16, 64)\n"
+    )
+    words = (str(file), "explain", "--model", "my_model:made", "--device", "NVIDIA H200")
+    ran = python(*words, cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert "was not found" in python("-P", *words, cwd=tmp_path).stderr

@@ -53,6 +53,15 @@ class Pair(nn.Module):
     def forward(self, x):
         return self.first(x).sum() + self.second(x).sum()
 
+class Ranker(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(7, 512)
+        self.dense, self.top, self.sparse = (nn.Linear(512, 512) for _ in range(3))
+
+    def forward(self, x, places):
+        return self.top(self.dense(x)) + self.sparse(self.table(places))
+
 def fused():
     from lokakern import mods
     model = Pair()
@@ -60,6 +69,7 @@ def fused():
     return model, torch.zeros(8192, 512)
 def fused_alone(): return fused()[0]
 def net(): return Net(), {"x": torch.zeros(8192, 512), "times": 3}
+def ranker(): return Ranker(), (torch.zeros(8192, 512), torch.zeros(8192, dtype=torch.long))
 def reader(): return Reader(), torch.zeros(16, 512)
 def alone(): return Net()
 def fails(): return Fails(), (torch.zeros(2, 512),)
@@ -277,7 +287,31 @@ def test_a_model_on_the_meta_device(run: Run, factories: str) -> None:
     ]  # fmt: skip
     assert all(r["state"] == "measured" for r in found["layers"])
     share = 4 * 512 / (4 * 512 + 8)  # of 4 layers, and a product with 8 columns
-    assert f"Linear layers, under autocast to bfloat16, take {share:.1%}" in found["notes"][0]
+    assert f"Linear layers, in bfloat16, take {share:.1%}" in found["notes"][0]
+
+
+def test_an_input_that_no_parameter_is_before_needs_no_gradient(run: Run, factories: str) -> None:
+    code, out, _ = run("--model", f"{factories}:ranker", *H200, "--training", "--json")
+    found = json.loads(out)
+    rows = [(row["layer"], row["gemm"]) for row in found["layers"]]
+    assert code == 0 and len(rows) == 8 and ("dense", "grad_weight") in rows
+    assert ("dense", "grad_input") not in rows and ("sparse", "grad_input") in rows
+    assert "The input of dense needs no gradient." in found["notes"][0]
+
+
+def test_measured_and_predicted_times_have_one_sum(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOKAKERN_PREDICT", "1")
+    dispatcher.use_snapshot(None)
+    path = shapes_file(tmp_path, "8192,512,512,2,known", "8192,520,1544,1,odd")
+    rows = json.loads(run("--shapes", path, *H200, "--json")[1])["layers"]
+    known, guess = rows[0], rows[1]["predicted"]
+    bf16, us = (2 * known[x] + guess[x] for x in ("bf16_us", "us"))
+    assert (
+        f"Together: {bf16:.1f} us in bf16, {us:.1f} us by these choices"
+        in run("--shapes", path, *H200)[1]
+    )
 
 
 def test_fused_layers_are_one_product(run: Run, factories: str) -> None:
