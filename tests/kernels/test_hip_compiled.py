@@ -111,6 +111,14 @@ def products(gpu: str, number: int) -> int:
     return sums // 256 * (4 if gpu == "gfx942" else 1)  # of 16 x 16 sums, and 32 or 128 of k
 
 
+def outputs(number: int) -> dict[str, int]:
+    """Bytes that a lane stores of a whole tile, without scales, and numbers that it converts."""
+    sums = products("gfx950", number) * 256 // machine_code.WAVE
+    if VARIANTS[number][1].get("OUT"):
+        return {"stored": sums, "converted": sums}
+    return {"stored": 2 * sums}
+
+
 def resources(gpu: str, number: int) -> dict[str, Any]:
     """Resources of a variant, and the registered kernels that launch it."""
     kernel, macros = VARIANTS[number]
@@ -119,7 +127,7 @@ def resources(gpu: str, number: int) -> dict[str, Any]:
     text, each_step = assembly(gpu, number), products(gpu, number)
     found = machine_code.resources(text, gpu)
     whole = {
-        f"k={k}": whole_kernel(text, k // 128 * each_step, found["occupancy"])
+        f"k={k}": whole_kernel(text, k // 128 * each_step, found["occupancy"], **outputs(number))
         for k in (DEPTHS if each_step else ())
     }
     return {"kernels": launched_by, **found, "whole": whole}

@@ -200,3 +200,9 @@ def local_bytes_of(instruction: str) -> float:
     """Bytes that a lane reads or writes: `ds_read_b128`, `ds_write2st64_b64` (two)."""
     found = re.search(r"(2?)(?:st64)?_[bfiu](\d+)", instruction)
     return int(found[2]) / 8 * (2 if found[1] else 1) if found else 0
+
+
+def stored_bytes_of(instruction: str) -> int:
+    """Bytes that a lane writes to memory: `global_store_dwordx4`, `buffer_store_short_d16_hi`."""
+    found = re.match(r"(?:global|buffer|flat)_store_(byte|short|dword)(?:x(\d))?", instruction)
+    return {"byte": 1, "short": 2, "dword": 4}[found[1]] * int(found[2] or 1) if found else 0
