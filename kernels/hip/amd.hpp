@@ -20,9 +20,11 @@ typedef float Floats2 __attribute__((ext_vector_type(2)));
 #if defined(__gfx942__)
 #define LARGEST_FP8 240.0f
 #define NAN_FP8 0x80u
+constexpr bool PAST_REGISTERS = false;  // copies to local memory
 #else
 #define LARGEST_FP8 448.0f
 #define NAN_FP8 0x7fu
+constexpr bool PAST_REGISTERS = true;
 #endif
 
 constexpr int WAVE = 64;
@@ -51,6 +53,49 @@ static __device__ inline float square_root(float value) { return __builtin_sqrtf
 static __device__ inline float power_of_two(float exponent) {
     return __builtin_amdgcn_exp2f(exponent);
 }
+
+// Within one unit in the last place.
+static __device__ inline float reciprocal(float value) { return __builtin_amdgcn_rcpf(value); }
+// The instruction takes what is subnormal for 0.
+static __device__ inline float reciprocal_root(float value) {
+    const bool is_small = value < 0x1p-100f;
+    const float root = __builtin_amdgcn_rsqf(is_small ? value * 0x1p64f : value);
+    return is_small ? root * 0x1p32f : root;
+}
+
+static __device__ inline float between_0_and_1(float value) {
+    return __builtin_amdgcn_fmed3f(value, 0.0f, 1.0f);
+}
+
+// A vector of one number.
+template <typename Floats>
+static __device__ inline Floats all(float value) {
+    Floats every;
+    for (unsigned i = 0; i < sizeof every / sizeof value; ++i) every[i] = value;
+    return every;
+}
+
+// 1 / value, rounded, of what is far from the ends of the range.
+static __device__ inline float rounded_reciprocal(float value) {
+    const float near = reciprocal(value);
+    return __builtin_fmaf(__builtin_fmaf(-near, value, 1.0f), near, near);
+}
+// Elements of x / by, rounded, from the rounded reciprocals of `by`: where all are far from the ends of
+// the range, or x is small enough to count as 0.
+template <typename Floats>
+static __device__ inline Floats quotient(Floats x, Floats by, Floats inverse) {
+    const Floats near = x * inverse;
+    return __builtin_elementwise_fma(__builtin_elementwise_fma(-near, by, x), inverse, near);
+}
+
+// The largest of a size and of four numbers' sizes; NaN counts as nothing.
+static __device__ inline float largest_size(float size, Floats4 some) {
+    for (int i = 0; i < 4; ++i) size = __builtin_fmaxf(size, __builtin_fabsf(some[i]));
+    return size;
+}
+
+// Whether it is so in some lane of the wave.
+static __device__ inline bool any_lane(bool is_so) { return __builtin_amdgcn_ballot_w64(is_so) != 0; }
 
 static __device__ inline Words4 load_16_bytes(const void* from) {
     return *static_cast<const Words4*>(from);
@@ -92,6 +137,18 @@ static __device__ inline unsigned encode_pair(float first, float second) {
     bytes[0] = first == first ? bytes[0] : NAN_FP8;
     bytes[1] = second == second ? bytes[1] : NAN_FP8;
     return bytes[0] | bytes[1] << 8;
+}
+
+// Four finite numbers that are not larger than the largest of FP8, nor round to more.
+static __device__ inline unsigned encode_four(Floats4 from) {
+    const int any = static_cast<int>(bits_of(from[0]));  // in the other half; 0 would be an instruction
+    const int low = __builtin_amdgcn_cvt_pk_fp8_f32(from[0], from[1], any, false);
+    unsigned word = __builtin_amdgcn_cvt_pk_fp8_f32(from[2], from[3], low, true);
+#if defined(__gfx942__)  // there is no -0: the sign stays where any other bit is set
+    const unsigned sizes = word & 0x7f7f7f7fu;
+    word = (word & (sizes + 0x7f7f7f7fu)) | sizes;
+#endif
+    return word;
 }
 
 // A byte of a word as a number.

@@ -398,7 +398,7 @@ def test_scales_are_applied_one_after_the_other(
         some[0] = form.maximum
     macros = macros_of(scales)
     if kernel == "gemm_norm":
-        macros = {"TILE_N": 64, "STAGES": 2, "BY_GROUP": int(scales == "group"), "NORM": 0,
+        macros = {"TILE_N": 64, "BY_GROUP": int(scales == "group"), "NORM": 0,
                   "SPAN": 64, "ACTIVATION": 0, "OUT": 0}  # fmt: skip
     path = program(kernel, gpu, macros, folder())
     for pair in TINY:
@@ -525,9 +525,9 @@ def test_gemm_norm_is_correct(gpu: str, what: str, tmp_path: Path) -> None:
     norm_name, activation, output, by_group, vectors, tile, shapes = NORMED[what]
     norm, form = norm_named(norm_name), FORMATS[gpu]
     macros = {
-        "TILE_N": tile, "STAGES": 1 if gpu == "gfx942" and tile > 192 else 2,
-        "BY_GROUP": int(by_group), "NORM": KINDS[norm.kind], "SPAN": norm.block or tile,
-        "ACTIVATION": ACTIVATIONS.index(activation), "OUT": OUTPUTS.index(output),
+        "TILE_N": tile, "BY_GROUP": int(by_group), "NORM": KINDS[norm.kind],
+        "SPAN": norm.block or tile, "ACTIVATION": ACTIVATIONS.index(activation),
+        "OUT": OUTPUTS.index(output),
     }  # fmt: skip
     path = program("gemm_norm", gpu, macros, folder())
     a_scales, b_scales = SCALES["group" if by_group else "row"]
@@ -539,23 +539,67 @@ def test_gemm_norm_is_correct(gpu: str, what: str, tmp_path: Path) -> None:
         right = in_nan(numerics.quantize(torch.randn(n, k), form, b_scales))
         given = [torch.randn(n) if vectors else None for _ in range(3)]
         epilogue = NormEpilogue(norm, *given, activation=activation)
-        made = normalized(path, left, right, epilogue, output, tmp_path, reverse=bool(number % 2))
         unit = (Format.BFLOAT16 if output is Granularity.NONE else form).unit_roundoff
         exact, size = ops.normalized(*ops.norm_sums(left, right.t()), epilogue)
-        error = norm_kernel_error(made, exact, size, unit)
-        assert error.maximum <= 1.0, (m, n, k, error)
+        both = m >= 64 and n == tile and output is Granularity.NONE  # a whole tile is there
+        for aligned in (False, True) if both else (False,):
+            made = normalized(path, left, right, epilogue, output, tmp_path,
+                              reverse=bool(number % 2) != aligned, aligned=aligned)  # fmt: skip
+            error = norm_kernel_error(made, exact, size, unit)
+            assert error.maximum <= 1.0, (m, n, k, aligned, error)
+
+
+@pytest.mark.sample(every=2, of=("gpu",))
+@pytest.mark.parametrize("gpu", FORMATS)
+@pytest.mark.parametrize(("output", "n"), [(Granularity.ROW, 64), (Granularity.GROUP, 256)])
+def test_gemm_norm_quantizes_as_the_emulation_does(
+    gpu: str, output: Granularity, n: int, tmp_path: Path
+) -> None:
+    """Sums that are exact, to the byte: of usual rows, and of rows that take the long way."""
+    form, k, of_wave = FORMATS[gpu], 128, {64: 32, 256: 64}[n]
+    m = 2 * of_wave + 2
+    torch.manual_seed(2)
+    codes = [torch.randint(-15, 16, (rows, k)).float() for rows in (m, n)]
+    of_a = torch.logspace(-9, 9, m)
+    codes[0][3] = 0.0
+    of_a[of_wave:-2] = torch.logspace(-39, -37, of_wave)  # with remainders that are subnormal
+    of_a[-2:] = torch.tensor([math.inf, math.nan])  # of a third wave
+    of_b = torch.rand(n) + 0.5
+    of_b[::7] = 1e-7  # what is negative there becomes 0 of FP8
+    left, right = (
+        QuantizedTensor(x.to(form.dtype), scale[:, None], Granularity.ROW)
+        for x, scale in zip(codes, (of_a, of_b), strict=True)
+    )
+    macros = {"TILE_N": n, "BY_GROUP": 0, "NORM": 0, "SPAN": n, "ACTIVATION": 0,
+              "OUT": OUTPUTS.index(output)}  # fmt: skip
+    path = program("gemm_norm", gpu, macros, folder())
+    assert right.scale is not None
+    exact = numerics.quantize(
+        codes[0] @ codes[1].t() * of_a[:, None] * right.scale[:, 0], form, output
+    )
+    assert exact.scale is not None
+    for reverse in (False, True):
+        found = normalized(path, left, right, NormEpilogue(norm_named("none")), output, tmp_path,
+                           reverse=reverse)  # fmt: skip
+        assert isinstance(found, QuantizedTensor) and found.scale is not None
+        assert torch.equal(found.scale, exact.scale)
+        assert torch.equal(found.data.view(torch.uint8), exact.data.view(torch.uint8))
 
 
 def normalized(
     path: Path, left: QuantizedTensor, right: QuantizedTensor, epilogue: NormEpilogue,
-    output: Granularity, tmp_path: Path, *, reverse: bool = False,
+    output: Granularity, tmp_path: Path, *, reverse: bool = False, aligned: bool = False,
 ) -> Tensor | QuantizedTensor:  # fmt: skip
-    """Output ``[m, n]`` of a program with a norm, for rows of both operands."""
+    """Output ``[m, n]`` of a program with a norm, for rows of both operands.
+
+    Rows of bfloat16 are aligned or not, those of FP8 always.
+    """
     (m, k), n, form = left.shape, right.shape[0], left.format
     assert left.scale is not None and right.scale is not None
     pitch, out_pitch = pitch_of(k), pitch_of(n)
     if output is Granularity.NONE:
-        out_pitch, out = n + 3, torch.full((m, n + 3), 7.0, dtype=torch.bfloat16)
+        out_pitch = -(-(n + 3) // 8) * 8 if aligned else n + 3
+        out = torch.full((m, out_pitch), 7.0, dtype=torch.bfloat16)
     else:
         out = torch.full((m, out_pitch), form.nan_byte, dtype=torch.uint8)
     groups = -(-n // 128) if output is Granularity.GROUP else 1

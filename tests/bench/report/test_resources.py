@@ -81,6 +81,20 @@ def test_most_cycles_of_the_largest_tile_multiply(
     assert row["share_k1024"] >= least and row["loop_waits_k1024"] == 0
 
 
+@pytest.mark.parametrize("architecture", ["gfx942", "gfx950"])
+def test_products_take_two_fifths_of_norms_of_256_columns(architecture: str) -> None:
+    """At k = 1024, with bfloat16 and with FP8 behind, and nothing in the loop is waited for."""
+    rows = [
+        row
+        for row in resources.resource_rows()
+        if (row["kernel"], row["architecture"]) == ("hip.gemm_norm_row", architecture)
+        and row["variant"].startswith("TILE_N=256 ")
+    ]
+    assert len(rows) == 3
+    for row in rows:
+        assert row["share_k1024"] >= 0.40 and row["loop_waits_k1024"] == 0, row
+
+
 def test_table_csv_and_json_agree(capsys: pytest.CaptureFixture[str]) -> None:
     rows = json.loads(run(capsys, "--json")[1])
     read = list(csv.DictReader(io.StringIO(run(capsys, "--format", "csv")[1])))
