@@ -19,6 +19,8 @@ LOCAL_BYTES = {"gfx942": 64 << 10, "gfx950": 160 << 10}  # of a compute unit
 MATRIX = "v_mfma_"
 LABEL = re.compile(r"([.\w$]+):")
 INSTRUCTION = re.compile(r"\s+((?:s|v|ds|global|buffer|flat|scratch)_\w+)[ \t]*([^;\n]*)")
+# Of a disassembly: name and operands, address, words of the encoding.
+DISASSEMBLED = re.compile(r"\t(\S+)\s*(.*?)\s*// ([0-9A-F]+): ([0-9A-F ]+)")
 ENDS = ("s_branch", "s_cbranch", "s_endpgm")  # of a block
 TYPES = {"f8f6f4": 1, "fp8": 1, "bf8": 1, "bf16": 2, "f16": 2}  # bytes; operands of f8f6f4 are FP8
 ISSUE = 4  # cycles: 16 lanes at a time
@@ -60,6 +62,21 @@ def resources(text: str, gpu: str, local_bytes: int | None = None) -> dict[str, 
         "matrix": dict(sorted(counted.items())),
         "matrix_share": None if loop is None else matrix_share(loop),
     }
+
+
+def assembly_of(disassembly: str) -> str:
+    """What `llvm-objdump -d` prints of a code object, with a label wherever a branch goes."""
+    lines: list[tuple[int, str, str]] = []
+    for name, operands, address, words in DISASSEMBLED.findall(disassembly):
+        if name.startswith(("s_branch", "s_cbranch")):
+            ahead = (int(words.split()[0], 16) + 0x8000 & 0xFFFF) - 0x8000  # words, with a sign
+            operands = f".L{int(address, 16) + 4 + 4 * ahead:x}"
+        lines.append((int(address, 16), name, operands))
+    targets = {operands for _, name, operands in lines if "branch" in name}
+    return "".join(
+        (f".L{address:x}:\n" if f".L{address:x}" in targets else "") + f"\t{name} {operands}\n"
+        for address, name, operands in lines
+    )
 
 
 def noted(text: str, name: str) -> int:
