@@ -27,6 +27,13 @@ constexpr bool PAST_REGISTERS = false;  // copies to local memory
 constexpr bool PAST_REGISTERS = true;
 #endif
 
+// Registers of a kernel such that so many waves fit a SIMD.
+#if defined(__AMDGCN__)
+#define WAVES_OF_SIMD(count) __attribute__((amdgpu_waves_per_eu(count)))
+#else
+#define WAVES_OF_SIMD(count)
+#endif
+
 constexpr int WAVE = 64;
 
 static __device__ inline int thread_index() { return __builtin_amdgcn_workitem_id_x(); }
@@ -162,6 +169,10 @@ static __device__ inline float decoded(unsigned word) {
 // Adds to 16 x 16 sums the product of 16 rows of x and 16 rows of y, 128 bytes of each. A lane
 // holds 32 bytes of row lane % 16 of both: 16 from 16 * (lane / 16) on, and 16 from 64 further; of the
 // sums rows 4 * (lane / 16) to + 3 of x, and row lane % 16 of y.
+//
+// Two scales of such a product may underflow where it, of up to 2^25, does not: they are multiplied
+// with each other and with RAISED, and the products come `multiply_lowered`, or their sums `lowered`.
+constexpr float RAISED = 0x1p26f;
 #if defined(__gfx942__)
 constexpr int INSTRUCTIONS = 4;  // of a product: each adds 32 of the 128 bytes
 static __device__ inline Floats4 multiply_part(Words8 x, Words8 y, Floats4 sums, int part) {
@@ -176,6 +187,10 @@ static __device__ inline Floats4 multiply(Words8 x, Words8 y, Floats4 sums) {
     for (int part = 0; part < INSTRUCTIONS; ++part) sums = multiply_part(x, y, sums, part);
     return sums;
 }
+static __device__ inline Floats4 multiply_lowered(Words8 x, Words8 y) {
+    return multiply(x, y, Floats4{});
+}
+static __device__ inline Floats4 lowered(Floats4 sums) { return sums * (1.0f / RAISED); }
 #else
 constexpr int ONE_E8M0 = 127;
 
@@ -193,6 +208,10 @@ static __device__ inline Floats4 multiply(Words8 x, Words8 y, Floats4 sums) {
 static __device__ inline Floats4 multiply_part(Words8 x, Words8 y, Floats4 sums, int) {
     return multiply(x, y, sums);
 }
+static __device__ inline Floats4 multiply_lowered(Words8 x, Words8 y) {
+    return multiply_scaled(x, y, Floats4{}, ONE_E8M0 - 13, ONE_E8M0 - 13);
+}
+static __device__ inline Floats4 lowered(Floats4 sums) { return sums; }
 #endif
 
 // Sums as they are here, made by all lanes. Of the scaled instruction clang 22 does not know that the

@@ -24,6 +24,8 @@ constexpr int STAGE = (TILE_M + TILE_N) * PARTS;  // places of a step
 constexpr int STAGES = PAST_REGISTERS ? 2 : 1;
 constexpr int AHEAD = DOWN == 2 ? 2 : DOWN == 4 ? 3 : 4;  // fragments of b, which take 128 cycles to come
 constexpr int LATE = ACROSS - (DOWN > 1 ? 1 : 2);  // products before what came is put into local memory
+// Whether there are registers for bias, weight and shift before the loop.
+constexpr bool VECTORS_FIRST = ACROSS <= 4 && !(PAST_REGISTERS && TILE_N == 64);
 constexpr int OWN = SPAN < WAVE_N ? SPAN : WAVE_N;  // columns of a span that a wave has
 constexpr int TOGETHER = OWN % 64 == 0 ? 4 : OWN % 32 == 0 ? 2 : 1;  // fragments stored at once
 constexpr int UNDER = OUT == 2 && ACROSS > 8 ? 8 : ACROSS;  // fragments under one scale
@@ -38,11 +40,7 @@ constexpr int SIZE = sizeof(Output), WORDS = SIZE;  // of four outputs
 typedef unsigned int Stored __attribute__((ext_vector_type(WORDS * TOGETHER)));
 typedef float OfRows __attribute__((ext_vector_type(DOWN)));  // one number for each row of a lane
 
-struct Scales {
-#if BY_GROUP
-    float of_a[DOWN], of_b[(ACROSS + 7) / 8];
-#endif
-};
+constexpr int GROUPS = (ACROSS + 7) / 8;  // of 128 columns
 
 // The column that row `line` of a wave's j-th fragment of b is: a lane has 4 * TOGETHER neighbors.
 static __device__ inline int column_of(unsigned j, unsigned line) {
@@ -85,7 +83,14 @@ static __device__ inline bool is_finite(float value) {
     return (bits_of(value) & 0x7f800000u) != 0x7f800000u;
 }
 
-extern "C" __global__ __launch_bounds__(256) void gemm_norm(
+// Tiles of 64 columns wait in the loop on gfx950 with four waves, but not with five.
+#if TILE_N == 64 && !defined(__gfx942__)
+#define WAVES_AT_ONCE WAVES_OF_SIMD(5)
+#else
+#define WAVES_AT_ONCE
+#endif
+
+extern "C" __global__ __launch_bounds__(256) WAVES_AT_ONCE void gemm_norm(
     const unsigned char* __restrict__ a, const float* __restrict__ a_scale,
     const unsigned char* __restrict__ b, const float* __restrict__ b_scale, void* __restrict__ out,
     float* __restrict__ out_scale, const float* __restrict__ bias, const float* __restrict__ weight,
@@ -105,9 +110,27 @@ extern "C" __global__ __launch_bounds__(256) void gemm_norm(
     Rows<TILE_N, WAVES> right_rows(b, n, b_stride, k, wave, [](unsigned row) {
         return row / WAVE_N * WAVE_N + column_of(row % WAVE_N / 16, row % 16);
     });
+    float scales_of_a[DOWN], scales_of_b[GROUPS];  // of the step that is on its way
+    const float* next_scales = a_scale + first_m;
+    unsigned scale_bytes = 4 * rows, next_scale = 0;
     const auto begin = [&](Words4* stage, int left) {  // of k, with this step
-        left_rows.begin(stage, left <= STEP);
-        right_rows.begin(stage + TILE_M * PARTS, left <= STEP);
+        const bool is_last = left <= STEP;
+        left_rows.begin(stage, is_last);
+        right_rows.begin(stage + TILE_M * PARTS, is_last);
+#if BY_GROUP
+        const Buffer of_rows(next_scales, scale_bytes);
+        for (int i = 0; i < DOWN; ++i)
+            scales_of_a[i] = float_of(of_rows.load_4_bytes(4 * (own_row + 16 * i)));
+        for (int group = 0; group < GROUPS; ++group) {
+            const int column = wave_n + 128 * group < n ? wave_n + 128 * group : 0;
+            // As the others, though all lanes share it: waits for local memory would wait for a scalar.
+            const Buffer of_b(b_scale + column / 128 * b_scale_stride, (k + STEP - 1) / STEP * 4);
+            scales_of_b[group] = float_of(of_b.load_4_bytes(next_scale));
+        }
+        next_scales += a_scale_stride;
+        scale_bytes = is_last ? 0 : scale_bytes;
+        next_scale += 4;
+#endif
     };
     const auto put = [&](Words4* stage) {
         left_rows.put(stage);
@@ -119,25 +142,10 @@ extern "C" __global__ __launch_bounds__(256) void gemm_norm(
         barrier();
     };
 
-    Scales scales;  // of a step, which wait in registers for their turn
-    const auto load_scales = [&](int step) {
-#if BY_GROUP
-        const Buffer of_rows(a_scale + static_cast<long>(step) * a_scale_stride + first_m, 4 * rows);
-        for (int i = 0; i < DOWN; ++i)
-            scales.of_a[i] = float_of(of_rows.load_4_bytes(4 * (own_row + 16 * i)));
-        for (int group = 0; group < (ACROSS + 7) / 8; ++group) {
-            const int column = wave_n + 128 * group < n ? wave_n + 128 * group : 0;
-            // As the others, though all lanes share it: waits for local memory would wait for a scalar.
-            const Buffer of_b(b_scale + column / 128 * b_scale_stride + step, 4);
-            scales.of_b[group] = float_of(of_b.load_4_bytes(0));
-        }
-#endif
-    };
-
     Floats4 sums[DOWN][ACROSS] = {};
     // The product of a step. It calls `first` when its first fragments are on their way from local
     // memory, and `last` before its last products, when it has read all of them.
-    const auto add = [&](const Words4* stage, const Scales& scales, auto first, auto last) {
+    const auto add = [&](const Words4* stage, auto first, auto last) {
         Words8 left[DOWN], right[AHEAD];
         const auto read = [&](int j) {
             right[j % AHEAD] = fragment(stage, TILE_M + wave_n + 16 * j + line, quarter);
@@ -145,6 +153,12 @@ extern "C" __global__ __launch_bounds__(256) void gemm_norm(
         read(0);
         for (int i = 0; i < DOWN; ++i) left[i] = fragment(stage, own_row + 16 * i, quarter);
         for (int j = 1; j < AHEAD; ++j) read(j);
+        OfRows factors[GROUPS];
+#if BY_GROUP
+        for (int group = 0; group < GROUPS; ++group)
+            for (int i = 0; i < DOWN; ++i)
+                factors[group][i] = scales_of_a[i] * (scales_of_b[group] * RAISED);
+#endif
         keep_order();
         first();
         keep_order();
@@ -154,7 +168,7 @@ extern "C" __global__ __launch_bounds__(256) void gemm_norm(
         Floats4 parts[3];
         const auto scale = [&](int done) {
             const int i = done % DOWN, j = done / DOWN;
-            if (done >= 0) sums[i][j] += parts[done % 3] * scales.of_a[i] * scales.of_b[j / 8];
+            if (done >= 0) sums[i][j] += parts[done % 3] * factors[j / 8][i];
         };
 #endif
 #pragma unroll
@@ -164,7 +178,7 @@ extern "C" __global__ __launch_bounds__(256) void gemm_norm(
 #pragma unroll
             for (int i = 0; i < DOWN; ++i) {
                 const int number = j * DOWN + i;
-                parts[number % 3] = multiply(right[j % AHEAD], left[i], Floats4{});
+                parts[number % 3] = multiply_lowered(right[j % AHEAD], left[i]);
                 scale(number - 2);
             }
 #else
@@ -187,44 +201,41 @@ extern "C" __global__ __launch_bounds__(256) void gemm_norm(
     // What the epilogue needs comes before the loop, if there are registers for it.
     float of_rows[DOWN];
     Floats4 of_columns[ACROSS], of_bias[ACROSS], of_weight[ACROSS], of_shift[ACROSS];
-    const auto load_rest = [&] {
-        const auto load = [&](const float* from, Floats4* to) {
-            const Buffer columns(from, from ? 4 * n : 0);
-            for (int j = 0; j < ACROSS; ++j)
-                to[j] = __builtin_bit_cast(
-                    Floats4, columns.load_16_bytes(4 * (own_column + column_of(j, 0))));
-        };
+    const auto load = [&](const float* from, Floats4* to) {
+        const Buffer columns(from, from ? 4 * n : 0);
+        for (int j = 0; j < ACROSS; ++j)
+            to[j] = __builtin_bit_cast(
+                Floats4, columns.load_16_bytes(4 * (own_column + column_of(j, 0))));
+    };
+    const auto load_row_scales = [&] {
 #if !BY_GROUP
         const Buffer row_scales(a_scale + first_m, 4 * rows);
         for (int i = 0; i < DOWN; ++i)
             of_rows[i] = float_of(row_scales.load_4_bytes(4 * (own_row + 16 * i)));
         load(b_scale, of_columns);
 #endif
+    };
+    const auto load_vectors = [&] {
         load(bias, of_bias);
         load(weight, of_weight);
         load(shift, of_shift);
     };
-    if (ACROSS <= 4) load_rest();
+    if (ACROSS <= 4) load_row_scales();
+    if (VECTORS_FIRST) load_vectors();
 
     Words4 *now = stages, *next = stages + (STAGES - 1) * STAGE;
-    int left = k, step = 0;  // left of k, with this step
-    load_scales(0);
+    int left = k;  // with this step
     begin(now, left);
     put(now);
     wait();
     if (left < STEP) clear_tail<TILE_M + TILE_N, WAVES * WAVE>(now, left);
     const auto turn = [&] {
-        const Scales own = scales;
-        const auto first = [&] {
-            begin(next, left - STEP);
-            step += left > STEP;
-            load_scales(step);
-        };
+        const auto first = [&] { begin(next, left - STEP); };
         const auto last = [&] {
             if (STAGES == 1) barrier();  // all have read what is overwritten
             put(next);
         };
-        add(now, own, first, last);
+        add(now, first, last);
         wait();
         left -= STEP;
         Words4* const was = now;
@@ -235,20 +246,20 @@ extern "C" __global__ __launch_bounds__(256) void gemm_norm(
     while (left >= STEP) turn();
     if (left > 0) {
         clear_tail<TILE_M + TILE_N, WAVES * WAVE>(now, left);
-        add(now, scales, [] {}, [] {});
+        add(now, [] {}, [] {});
         if (STAGES == 1) barrier();  // before sums are exchanged there
     }
     for (auto& row : sums)
         for (Floats4& some : row) settle(some);
 
-    if (ACROSS > 4) load_rest();
+    if (ACROSS > 4) load_row_scales();
+    if (!VECTORS_FIRST) load_vectors();
     // Twice: for whole tiles, where nothing is checked, and for all others.
     const auto finish = [&](auto whole) {
         constexpr bool IS_WHOLE = decltype(whole)::VALUE;
-#if !BY_GROUP
         for (int i = 0; i < DOWN; ++i)
-            for (int j = 0; j < ACROSS; ++j) sums[i][j] = sums[i][j] * of_rows[i] * of_columns[j];
-#endif
+            for (int j = 0; j < ACROSS; ++j)
+                sums[i][j] = BY_GROUP ? lowered(sums[i][j]) : sums[i][j] * of_rows[i] * of_columns[j];
         if (bias) {
             for (int i = 0; i < DOWN; ++i)
                 for (int j = 0; j < ACROSS; ++j) sums[i][j] += of_bias[j];
@@ -269,7 +280,7 @@ extern "C" __global__ __launch_bounds__(256) void gemm_norm(
                 for (int i = 0; i < DOWN; ++i)
                     values[i] = both(values[i], value_across(values[i], distance));
             if constexpr (COUNT > 1) {
-                float* const own = exchanged + own_row * WAVES_N + wave % WAVES_N;
+                float* const own = exchanged + exchange_place(own_row, wave % WAVES_N, WAVES_N);
                 if (quarter == 0) {
                     for (int i = 0; i < DOWN; ++i) own[16 * i * WAVES_N] = values[i];
                 }
@@ -352,8 +363,9 @@ extern "C" __global__ __launch_bounds__(256) void gemm_norm(
                     largest[i] = 0.0f;
                     for (int j = first; j < first + UNDER && j < ACROSS; ++j) {
                         for (int t = 0; t < 4; ++t) {
-                            const float size = float_of(bits_of(sums[i][j][t]) & 0x7fffffffu);
-                            if (is_finite(size) && size > largest[i]) largest[i] = size;
+                            // Not compared: on gfx950, clang 22 crashes on it behind silu.
+                            const float size = __builtin_fabsf(sums[i][j][t]);
+                            largest[i] = __builtin_fmaxf(largest[i], is_finite(size) ? size : 0.0f);
                         }
                     }
                 }

@@ -37,7 +37,8 @@ TILES = ((32, 32), (64, 64), (64, 128), (128, 128), (256, 256))
 # Whole rows of 64, 128, 192 and 256 columns, and blocks of 64 and 256, as they come and as FP8.
 NORMED = ((64, 0, 1, 64, 0, 0), (128, 0, 1, 128, 0, 0), (192, 1, 0, 192, 0, 0),
           (256, 0, 1, 256, 0, 0), (256, 1, 1, 256, 1, 0), (128, 0, 2, 128, 3, 1),
-          (256, 0, 2, 64, 2, 1), (256, 1, 2, 64, 2, 2), (256, 0, 2, 256, 2, 3))  # fmt: skip
+          (256, 0, 2, 64, 2, 1), (256, 1, 2, 64, 2, 2), (256, 0, 2, 256, 2, 3),
+          (64, 0, 2, 64, 3, 1))  # fmt: skip
 VARIANTS = [
     *(("quantize", {"GROUP": group, "WIDE": wide, "ALIGNED": aligned})
       for group in (0, 128, 32) for wide in (0, 1) for aligned in (0, 1)),
@@ -150,7 +151,7 @@ def check_instructions(gpu: str, number: int) -> None:
     assert ".amdhsa_float_round_mode_32 0\n" in text
     assert ".amdhsa_float_denorm_mode_32 3\n" in text
     assert instructions.unfinished_at_barriers(code) == []
-    # (acc * sa) * sb: sa * sb underflows
+    # sa * sb underflows: sums are multiplied by one after the other, or one is raised before
     assert instructions.products_of_loads(code) == []
 
     each_step = products(gpu, number)

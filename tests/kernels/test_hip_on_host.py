@@ -70,6 +70,7 @@ CALLS = {
     "(Scale*)p[3], (unsigned short*)p[4], (unsigned short*)(p.size() > 5 ? p[5] : nullptr), i[0], "
     "i[1], i[2], i[3], i[4], i[5], i[6], i[7])",
     "places": "places((int*)p[0], i[0], i[1])",
+    "exchange": "exchange((int*)p[0], i[0])",
     "gemm_norm": "gemm_norm((unsigned char*)p[0], (float*)p[1], (unsigned char*)p[2], "
     "(float*)p[3], p[4], (float*)p[5], (float*)p[6], (float*)p[7], (float*)p[8], i[0], i[1], i[2], "
     "i[3], i[4], i[5], i[6], i[7], i[8], 1e-5f)",  # the only eps of suites
@@ -350,7 +351,7 @@ def test_scaled_gemm_is_correct(gpu: str, scales: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("gpu", "scales", "tile"),
     [("gfx942", "group", 128), ("gfx950", "group", 128), ("gfx950", "mx", 32),
-     ("gfx950", "row", 256), ("gfx950", "mx", 256)],
+     ("gfx950", "row", 256), ("gfx950", "group", 256), ("gfx950", "mx", 256)],
 )  # fmt: skip
 def test_scaled_gemm_is_correct_with_other_tiles(
     gpu: str, scales: str, tile: int, tmp_path: Path
@@ -390,7 +391,7 @@ def scaled_alike(codes: Tensor, scale: float, granularity: Granularity) -> Quant
 def test_scales_are_applied_one_after_the_other(
     kernel: str, gpu: str, scales: str, tmp_path: Path
 ) -> None:
-    """To sums that are exact: ``(acc * sa) * sb`` to the bit, where ``sa * sb`` would underflow."""
+    """To sums that are exact: ``acc * sa * sb`` to the bit, where ``sa * sb`` would underflow."""
     form, (m, n, k) = FORMATS[gpu], (5, 9, 128)
     torch.manual_seed(1)
     codes = [torch.randint(-15, 16, (rows, k)).float() for rows in (m, n)]
@@ -427,9 +428,9 @@ BROKEN = {
     "the mask of a tail": ("const int left = count - 16 * part - 4 * i;", "const int left = 4;"),
     "the last row": ("(count - 1u) * stride", "count * stride"),
     "a scale": ("sums[i][j] * of_rows[i] * of_columns[j]", "sums[i][j] * of_rows[i]"),
-    "a power of two": ("scales.of_b[j], scales.of_a[i])", "scales.of_b[j], ONE_E8M0)"),
+    "a power of two": ("of_b[j], of_a[i]);", "of_b[j], ONE_E8M0);"),
     "a power past k": (
-        "for (int& scale : scales.of_a) scale = 32 * quarter < left ? scale : ONE_E8M0;", ""
+        "for (int& scale : scales_of_a) scale = 32 * quarter < left ? scale : ONE_E8M0;", ""
     ),
     "the order of columns": (
         "return column_of(row / 16, row % 16);", "return row;"
@@ -491,6 +492,29 @@ def test_lanes_that_read_together_read_from_different_banks(tmp_path: Path) -> N
                 assert len({parts[lane] % 8 for lane in lanes}) == 8
             for lanes in (a + b for a, b in zip(TOGETHER[::2], TOGETHER[1::2], strict=True)):
                 assert len({parts[lane] % 16 for lane in lanes}) == 16
+
+
+EXCHANGE = """
+#include "products.hpp"
+void exchange(int* place, int waves) {
+    const int lane = lane_index();
+    place[thread_index()] = exchange_place(lane, thread_index() / WAVE % waves, waves);
+}
+"""
+
+
+@pytest.mark.parametrize("waves", [2, 4])
+def test_rows_that_waves_exchange_lie_in_different_banks(waves: int, tmp_path: Path) -> None:
+    """Sixteen lanes write those of 16 rows at once; those of two neighboring waves stay a pair."""
+    (folder() / "exchange.hip").write_text(EXCHANGE)
+    path = program("exchange", "gfx942", {}, folder())
+    (found,) = launch(path, 1, [torch.zeros(BLOCK, dtype=torch.int32)], [waves], tmp_path)
+    places = found.view(BLOCK // 64, 64)[:waves]
+    assert len(set(places.flatten().tolist())) == 64 * waves
+    for rows in places.unfold(1, 16, 16).flatten(0, 1).tolist():
+        assert len({place % 32 for place in rows}) == 16
+    row, pair = torch.arange(64), torch.arange(waves)[:, None] // 2
+    assert torch.equal(places // 2, row * waves // 2 + pair)
 
 
 # --- products whose rows are normalized
