@@ -20,9 +20,18 @@ typedef float Floats2 __attribute__((ext_vector_type(2)));
 #if defined(__gfx942__)
 #define LARGEST_FP8 240.0f
 #define NAN_FP8 0x80u
+constexpr bool PAST_REGISTERS = false;  // copies to local memory
 #else
 #define LARGEST_FP8 448.0f
 #define NAN_FP8 0x7fu
+constexpr bool PAST_REGISTERS = true;
+#endif
+
+// Registers of a kernel such that so many waves fit a SIMD.
+#if defined(__AMDGCN__)
+#define WAVES_OF_SIMD(count) __attribute__((amdgpu_waves_per_eu(count)))
+#else
+#define WAVES_OF_SIMD(count)
 #endif
 
 constexpr int WAVE = 64;
@@ -51,6 +60,49 @@ static __device__ inline float square_root(float value) { return __builtin_sqrtf
 static __device__ inline float power_of_two(float exponent) {
     return __builtin_amdgcn_exp2f(exponent);
 }
+
+// Within one unit in the last place.
+static __device__ inline float reciprocal(float value) { return __builtin_amdgcn_rcpf(value); }
+// The instruction takes what is subnormal for 0.
+static __device__ inline float reciprocal_root(float value) {
+    const bool is_small = value < 0x1p-100f;
+    const float root = __builtin_amdgcn_rsqf(is_small ? value * 0x1p64f : value);
+    return is_small ? root * 0x1p32f : root;
+}
+
+static __device__ inline float between_0_and_1(float value) {
+    return __builtin_amdgcn_fmed3f(value, 0.0f, 1.0f);
+}
+
+// A vector of one number.
+template <typename Floats>
+static __device__ inline Floats all(float value) {
+    Floats every;
+    for (unsigned i = 0; i < sizeof every / sizeof value; ++i) every[i] = value;
+    return every;
+}
+
+// 1 / value, rounded, of what is far from the ends of the range.
+static __device__ inline float rounded_reciprocal(float value) {
+    const float near = reciprocal(value);
+    return __builtin_fmaf(__builtin_fmaf(-near, value, 1.0f), near, near);
+}
+// Elements of x / by, rounded, from the rounded reciprocals of `by`: where all are far from the ends of
+// the range, or x is small enough to count as 0.
+template <typename Floats>
+static __device__ inline Floats quotient(Floats x, Floats by, Floats inverse) {
+    const Floats near = x * inverse;
+    return __builtin_elementwise_fma(__builtin_elementwise_fma(-near, by, x), inverse, near);
+}
+
+// The largest of a size and of four numbers' sizes; NaN counts as nothing.
+static __device__ inline float largest_size(float size, Floats4 some) {
+    for (int i = 0; i < 4; ++i) size = __builtin_fmaxf(size, __builtin_fabsf(some[i]));
+    return size;
+}
+
+// Whether it is so in some lane of the wave.
+static __device__ inline bool any_lane(bool is_so) { return __builtin_amdgcn_ballot_w64(is_so) != 0; }
 
 static __device__ inline Words4 load_16_bytes(const void* from) {
     return *static_cast<const Words4*>(from);
@@ -94,6 +146,18 @@ static __device__ inline unsigned encode_pair(float first, float second) {
     return bytes[0] | bytes[1] << 8;
 }
 
+// Four finite numbers that are not larger than the largest of FP8, nor round to more.
+static __device__ inline unsigned encode_four(Floats4 from) {
+    const int any = static_cast<int>(bits_of(from[0]));  // in the other half; 0 would be an instruction
+    const int low = __builtin_amdgcn_cvt_pk_fp8_f32(from[0], from[1], any, false);
+    unsigned word = __builtin_amdgcn_cvt_pk_fp8_f32(from[2], from[3], low, true);
+#if defined(__gfx942__)  // there is no -0: the sign stays where any other bit is set
+    const unsigned sizes = word & 0x7f7f7f7fu;
+    word = (word & (sizes + 0x7f7f7f7fu)) | sizes;
+#endif
+    return word;
+}
+
 // A byte of a word as a number.
 template <int BYTE>
 static __device__ inline float decoded(unsigned word) {
@@ -105,6 +169,10 @@ static __device__ inline float decoded(unsigned word) {
 // Adds to 16 x 16 sums the product of 16 rows of x and 16 rows of y, 128 bytes of each. A lane
 // holds 32 bytes of row lane % 16 of both: 16 from 16 * (lane / 16) on, and 16 from 64 further; of the
 // sums rows 4 * (lane / 16) to + 3 of x, and row lane % 16 of y.
+//
+// Two scales of such a product may underflow where it, of up to 2^25, does not: they are multiplied
+// with each other and with RAISED, and the products come `multiply_lowered`, or their sums `lowered`.
+constexpr float RAISED = 0x1p26f;
 #if defined(__gfx942__)
 constexpr int INSTRUCTIONS = 4;  // of a product: each adds 32 of the 128 bytes
 static __device__ inline Floats4 multiply_part(Words8 x, Words8 y, Floats4 sums, int part) {
@@ -119,6 +187,10 @@ static __device__ inline Floats4 multiply(Words8 x, Words8 y, Floats4 sums) {
     for (int part = 0; part < INSTRUCTIONS; ++part) sums = multiply_part(x, y, sums, part);
     return sums;
 }
+static __device__ inline Floats4 multiply_lowered(Words8 x, Words8 y) {
+    return multiply(x, y, Floats4{});
+}
+static __device__ inline Floats4 lowered(Floats4 sums) { return sums * (1.0f / RAISED); }
 #else
 constexpr int ONE_E8M0 = 127;
 
@@ -136,6 +208,10 @@ static __device__ inline Floats4 multiply(Words8 x, Words8 y, Floats4 sums) {
 static __device__ inline Floats4 multiply_part(Words8 x, Words8 y, Floats4 sums, int) {
     return multiply(x, y, sums);
 }
+static __device__ inline Floats4 multiply_lowered(Words8 x, Words8 y) {
+    return multiply_scaled(x, y, Floats4{}, ONE_E8M0 - 13, ONE_E8M0 - 13);
+}
+static __device__ inline Floats4 lowered(Floats4 sums) { return sums; }
 #endif
 
 // Sums as they are here, made by all lanes. Of the scaled instruction clang 22 does not know that the

@@ -2,52 +2,75 @@
 //
 //     y = (sum_k a[m, k] * b[n, k]) * sa * sb + bias[n];  d = f(norm(y) * weight + shift)
 //
-// a, b and their scales as in scaled_gemm.hip. A block makes 64 whole rows, each wave 16 of them, so
-// that a row's statistics need no local memory: n <= TILE_N. Mean and variance are two passes over
-// registers; loops over them are unrolled, because registers have no index. d: bfloat16, rows of any
-// stride, or FP8 with one scale a row, one for each 128 columns (s[group, row]), or one that is given;
-// rows of those start at multiples of 4 bytes.
+// a, b and their scales as in scaled_gemm.hip. A block makes 64 whole rows: n <= TILE_N. Mean and
+// variance are two passes over registers; waves that share a row exchange its sums through local
+// memory. Loops over registers are unrolled, because registers have no index. d: bfloat16, rows of any
+// stride, or FP8 with one scale a row, one for each 128 columns (s[group, row]), or one that is given.
 //
-// Macros: TILE_N (64 to 256, a multiple of 32), STAGES (2, or 1 where copies pass through registers),
-// BY_GROUP, NORM (0 none, 1 layer, 2 rms), SPAN (columns that are normalized together: TILE_N means
-// the whole row; else a multiple of 16 that divides n), ACTIVATION (0 none, 1 relu, 2 hardswish,
-// 3 silu), OUT (0 bfloat16, 1 FP8 with scales of rows, 2 of 1x128, 3 a given one).
+// Macros: TILE_N (64, 128, 192, 256), BY_GROUP, NORM (0 none, 1 layer, 2 rms), SPAN (columns that are
+// normalized together: TILE_N means the whole row; else a multiple of 16 that divides n), ACTIVATION (0
+// none, 1 relu, 2 hardswish, 3 silu), OUT (0 bfloat16, 1 FP8 with scales of rows, 2 of 1x128, 3 a given
+// one).
 #include "products.hpp"
 
-constexpr int WAVES = 4, TILE_M = 64, ACROSS = TILE_N / 16;
-constexpr int AHEAD = 4;  // fragments of b
-constexpr int GROUPS = (TILE_N + 127) / 128;  // of columns under one scale
-
-struct Scales {
-#if BY_GROUP
-    float of_a, of_b[GROUPS];
+// A wave reads as many rows of local memory as it has rows and columns: 128 of 64 x 64 sums, 272 of
+// 16 x 256. 192 columns would split groups of 128 among four waves.
+constexpr int WAVES = 4, WAVES_N = TILE_N == 192 ? 1 : TILE_N == 256 ? 4 : 2;
+constexpr int TILE_M = 64, WAVE_M = TILE_M * WAVES_N / WAVES, WAVE_N = TILE_N / WAVES_N;
+constexpr int DOWN = WAVE_M / 16, ACROSS = WAVE_N / 16;
+constexpr int STAGE = (TILE_M + TILE_N) * PARTS;  // places of a step
+// The next step waits in registers where copies pass through them. Then two blocks of 128 columns fit
+// a compute unit of gfx942, and hide each other's waits.
+constexpr int STAGES = PAST_REGISTERS ? 2 : 1;
+constexpr int AHEAD = DOWN == 2 ? 2 : DOWN == 4 ? 3 : 4;  // fragments of b, which take 128 cycles to come
+constexpr int LATE = ACROSS - (DOWN > 1 ? 1 : 2);  // products before what came is put into local memory
+// Whether there are registers for bias, weight and shift before the loop.
+constexpr bool VECTORS_FIRST = ACROSS <= 4 && !(PAST_REGISTERS && TILE_N == 64);
+constexpr int OWN = SPAN < WAVE_N ? SPAN : WAVE_N;  // columns of a span that a wave has
+constexpr int TOGETHER = OWN % 64 == 0 ? 4 : OWN % 32 == 0 ? 2 : 1;  // fragments stored at once
+constexpr int UNDER = OUT == 2 && ACROSS > 8 ? 8 : ACROSS;  // fragments under one scale
+// Waves under one scale.
+constexpr int UNDER_WAVES = OUT == 2 && TILE_N > 128 ? (WAVE_N < 128 ? 128 / WAVE_N : 1) : WAVES_N;
+#if OUT
+typedef unsigned char Output;
+#else
+typedef unsigned short Output;
 #endif
+constexpr int SIZE = sizeof(Output), WORDS = SIZE;  // of four outputs
+typedef unsigned int Stored __attribute__((ext_vector_type(WORDS * TOGETHER)));
+typedef float OfRows __attribute__((ext_vector_type(DOWN)));  // one number for each row of a lane
+
+constexpr int GROUPS = (ACROSS + 7) / 8;  // of 128 columns
+
+// The column that row `line` of a wave's j-th fragment of b is: a lane has 4 * TOGETHER neighbors.
+static __device__ inline int column_of(unsigned j, unsigned line) {
+    return TOGETHER * (16 * (j / TOGETHER) + line / 4 * 4) + 4 * (j % TOGETHER) + line % 4;
+}
+
+template <int NUMBER>
+struct Constant {
+    static constexpr int VALUE = NUMBER;
+};
+struct Sum {
+    __device__ inline float operator()(float x, float y) const { return x + y; }
+};
+struct Largest {  // of sizes, whose bits are in the order of the numbers
+    __device__ inline float operator()(float x, float y) const {
+        return float_of(bits_of(x) > bits_of(y) ? bits_of(x) : bits_of(y));
+    }
 };
 
-// Of a row, whose columns four lanes share.
-static __device__ inline float sum_of_row(float value) {
-    value += value_across(value, 16);
-    return value + value_across(value, 32);
-}
-static __device__ inline float largest_of_row(float value) {
-    for (int distance = 16; distance <= 32; distance *= 2) {
-        const float other = value_across(value, distance);
-        value = other > value ? other : value;
-    }
-    return value;
-}
-
-static __device__ inline float activated(float z) {
+static __device__ inline Floats4 activated(Floats4 z) {
 #if ACTIVATION == 1
-    return z > 0.0f || z != z ? z : 0.0f;
+    for (int t = 0; t < 4; ++t) z[t] = z[t] > 0.0f || z[t] != z[t] ? z[t] : 0.0f;
 #elif ACTIVATION == 2
-    const float gate = z + 3.0f;
-    return z * ((gate < 0.0f ? 0.0f : gate > 6.0f ? 6.0f : gate) / 6.0f);
+    Floats4 gate = z + 3.0f;
+    for (int t = 0; t < 4; ++t) gate[t] = between_0_and_1(gate[t] * (1.0f / 6.0f));
+    z *= gate;
 #elif ACTIVATION == 3
-    return z / (1.0f + power_of_two(z * -1.44269504f));
-#else
-    return z;
+    for (int t = 0; t < 4; ++t) z[t] *= reciprocal(1.0f + power_of_two(z[t] * -1.44269504f));
 #endif
+    return z;
 }
 
 static __device__ inline float scale_of(float largest) {
@@ -60,172 +83,377 @@ static __device__ inline bool is_finite(float value) {
     return (bits_of(value) & 0x7f800000u) != 0x7f800000u;
 }
 
-extern "C" __global__ __launch_bounds__(256) void gemm_norm(
-    const unsigned char* a, const float* a_scale, const unsigned char* b, const float* b_scale,
-    void* out, float* out_scale, const float* bias, const float* weight, const float* shift, int m,
-    int n, int k, int a_stride, int b_stride, int out_stride, int a_scale_stride,
-    int b_scale_stride, int out_scale_stride, float eps) {
-    __shared__ Words4 stages[STAGES][(TILE_M + TILE_N) * PARTS];
-    const int first_m = block_index() * TILE_M, steps = (k + STEP - 1) / STEP;
-    const int thread = thread_index(), lane = thread % WAVE;
-    const int wave = uniform(thread / WAVE), wave_m = 16 * wave;
-    const int quarter = lane / 16, line = lane % 16;
-    const int row = first_m + wave_m + line;
-    const int known_row = row < m ? row : m - 1;
+// Tiles of 64 columns wait in the loop on gfx950 with four waves, but not with five.
+#if TILE_N == 64 && !defined(__gfx942__)
+#define WAVES_AT_ONCE WAVES_OF_SIMD(5)
+#else
+#define WAVES_AT_ONCE
+#endif
 
-    const auto same = [](int some) { return some; };
+extern "C" __global__ __launch_bounds__(256) WAVES_AT_ONCE void gemm_norm(
+    const unsigned char* __restrict__ a, const float* __restrict__ a_scale,
+    const unsigned char* __restrict__ b, const float* __restrict__ b_scale, void* __restrict__ out,
+    float* __restrict__ out_scale, const float* __restrict__ bias, const float* __restrict__ weight,
+    const float* __restrict__ shift, int m, int n, int k, int a_stride, int b_stride, int out_stride,
+    int a_scale_stride, int b_scale_stride, int out_scale_stride, float eps) {
+    __shared__ Words4 stages[STAGES * STAGE];
+    const int first_m = block_index() * TILE_M;
+    const int thread = thread_index(), lane = thread % WAVE, wave = uniform(thread / WAVE);
+    const int quarter = lane / 16, line = lane % 16;
+    const int wave_m = wave / WAVES_N * WAVE_M, wave_n = wave % WAVES_N * WAVE_N;
+    const int own_row = wave_m + line, own_column = wave_n + 4 * TOGETHER * quarter;
+
     const int rows = m - first_m < TILE_M ? m - first_m : TILE_M;
     Rows<TILE_M, WAVES> left_rows(
-        a + static_cast<long>(first_m) * a_stride, rows, a_stride, k, wave, same);
-    Rows<TILE_N, WAVES> right_rows(b, n, b_stride, k, wave, same);
-    const auto begin = [&](int step) {
-        left_rows.begin(stages[step % STAGES], false);
-        right_rows.begin(stages[step % STAGES] + TILE_M * PARTS, false);
+        a + static_cast<long>(first_m) * a_stride, rows, a_stride, k, wave,
+        [](int row) { return row; });
+    Rows<TILE_N, WAVES> right_rows(b, n, b_stride, k, wave, [](unsigned row) {
+        return row / WAVE_N * WAVE_N + column_of(row % WAVE_N / 16, row % 16);
+    });
+    float scales_of_a[DOWN], scales_of_b[GROUPS];  // of the step that is on its way
+    const float* next_scales = a_scale + first_m;
+    unsigned scale_bytes = 4 * rows, next_scale = 0;
+    const auto begin = [&](Words4* stage, int left) {  // of k, with this step
+        const bool is_last = left <= STEP;
+        left_rows.begin(stage, is_last);
+        right_rows.begin(stage + TILE_M * PARTS, is_last);
+#if BY_GROUP
+        const Buffer of_rows(next_scales, scale_bytes);
+        for (int i = 0; i < DOWN; ++i)
+            scales_of_a[i] = float_of(of_rows.load_4_bytes(4 * (own_row + 16 * i)));
+        for (int group = 0; group < GROUPS; ++group) {
+            const int column = wave_n + 128 * group < n ? wave_n + 128 * group : 0;
+            // As the others, though all lanes share it: waits for local memory would wait for a scalar.
+            const Buffer of_b(b_scale + column / 128 * b_scale_stride, (k + STEP - 1) / STEP * 4);
+            scales_of_b[group] = float_of(of_b.load_4_bytes(next_scale));
+        }
+        next_scales += a_scale_stride;
+        scale_bytes = is_last ? 0 : scale_bytes;
+        next_scale += 4;
+#endif
     };
-    const auto end = [&](int step) {
-        if (STAGES == 1) barrier();  // all have read what is overwritten
-        left_rows.put(stages[step % STAGES]);
-        right_rows.put(stages[step % STAGES] + TILE_M * PARTS);
+    const auto put = [&](Words4* stage) {
+        left_rows.put(stage);
+        right_rows.put(stage + TILE_M * PARTS);
+    };
+    const auto wait = [&] {
         left_rows.wait();
         right_rows.wait();
         barrier();
     };
 
-    Scales scales;  // of a step, which wait in registers for their turn
-    const auto load_scales = [&](int step) {
+    Floats4 sums[DOWN][ACROSS] = {};
+    // The product of a step. It calls `first` when its first fragments are on their way from local
+    // memory, and `last` before its last products, when it has read all of them.
+    const auto add = [&](const Words4* stage, auto first, auto last) {
+        Words8 left[DOWN], right[AHEAD];
+        const auto read = [&](int j) {
+            right[j % AHEAD] = fragment(stage, TILE_M + wave_n + 16 * j + line, quarter);
+        };
+        read(0);
+        for (int i = 0; i < DOWN; ++i) left[i] = fragment(stage, own_row + 16 * i, quarter);
+        for (int j = 1; j < AHEAD; ++j) read(j);
+        OfRows factors[GROUPS];
 #if BY_GROUP
-        scales.of_a = a_scale[step * a_scale_stride + known_row];
         for (int group = 0; group < GROUPS; ++group)
-            scales.of_b[group] = b_scale[(128 * group < n ? group : 0) * b_scale_stride + step];
+            for (int i = 0; i < DOWN; ++i)
+                factors[group][i] = scales_of_a[i] * (scales_of_b[group] * RAISED);
 #endif
-    };
-
-    Floats4 sums[ACROSS] = {};
-    const auto add = [&](int step, const Scales& scales) {  // the product of a step
-        const Words4* stage = stages[step % STAGES];
-        const Words8 left = fragment(stage, wave_m + line, quarter);
-        Words8 right[AHEAD];  // read before it is needed, which takes 128 cycles
-        for (int j = 0; j < AHEAD; ++j)
-            right[j] = fragment(stage, TILE_M + 16 * j + line, quarter);
-#pragma unroll  // registers have no index
-        for (int j = 0; j < ACROSS; ++j) {
-            keep_order();
-#if BY_GROUP
-            const Floats4 part = multiply(right[j % AHEAD], left, Floats4{});
-            sums[j] += part * scales.of_a * scales.of_b[j / 8];  // of_a * of_b underflows
-#else
-            sums[j] = multiply(right[j % AHEAD], left, sums[j]);
-#endif
-            if (j + AHEAD < ACROSS)
-                right[j % AHEAD] = fragment(stage, TILE_M + 16 * (j + AHEAD) + line, quarter);
-        }
-    };
-    load_scales(0);
-    begin(0);
-    end(0);
-    for (int step = 0; step + 1 < steps; ++step) {
-        const Scales own = scales;
-        begin(step + 1);
-        load_scales(step + 1);
         keep_order();
-        add(step, own);
-        end(step + 1);
-    }
-    if (k % STEP)
-        clear_tail<TILE_M + TILE_N, WAVES * WAVE>(stages[(steps - 1) % STAGES], k % STEP);
-    add(steps - 1, scales);
-    for (Floats4& some : sums) settle(some);
-
-    for (int j = 0; j < ACROSS; ++j) {
-        for (int t = 0; t < 4; ++t) {
-            const int column = 16 * j + 4 * quarter + t;
-            if (column >= n) {
-                sums[j][t] = 0.0f;
-                continue;
+        first();
+        keep_order();
+#if BY_GROUP
+        // Products without their scales, which are applied two products later: at once, they would
+        // wait until the product is done.
+        Floats4 parts[3];
+        const auto scale = [&](int done) {
+            const int i = done % DOWN, j = done / DOWN;
+            if (done >= 0) sums[i][j] += parts[done % 3] * factors[j / 8][i];
+        };
+#endif
+#pragma unroll
+        for (int j = 0; j < ACROSS; ++j) {
+            if (j == LATE) last();
+#if BY_GROUP
+#pragma unroll
+            for (int i = 0; i < DOWN; ++i) {
+                const int number = j * DOWN + i;
+                parts[number % 3] = multiply_lowered(right[j % AHEAD], left[i]);
+                scale(number - 2);
             }
+#else
+#pragma unroll
+            for (int part = 0; part < INSTRUCTIONS; ++part) {  // those of one product wait for each other
+                for (int i = 0; i < DOWN; ++i)
+                    sums[i][j] = multiply_part(right[j % AHEAD], left[i], sums[i][j], part);
+                keep_order();
+            }
+#endif
+            if (j + AHEAD < ACROSS) read(j + AHEAD);
+            keep_order();
+        }
+#if BY_GROUP
+        scale(DOWN * ACROSS - 2);
+        scale(DOWN * ACROSS - 1);
+#endif
+    };
+
+    // What the epilogue needs comes before the loop, if there are registers for it.
+    float of_rows[DOWN];
+    Floats4 of_columns[ACROSS], of_bias[ACROSS], of_weight[ACROSS], of_shift[ACROSS];
+    const auto load = [&](const float* from, Floats4* to) {
+        const Buffer columns(from, from ? 4 * n : 0);
+        for (int j = 0; j < ACROSS; ++j)
+            to[j] = __builtin_bit_cast(
+                Floats4, columns.load_16_bytes(4 * (own_column + column_of(j, 0))));
+    };
+    const auto load_row_scales = [&] {
 #if !BY_GROUP
-            sums[j][t] = sums[j][t] * a_scale[known_row] * b_scale[column];
+        const Buffer row_scales(a_scale + first_m, 4 * rows);
+        for (int i = 0; i < DOWN; ++i)
+            of_rows[i] = float_of(row_scales.load_4_bytes(4 * (own_row + 16 * i)));
+        load(b_scale, of_columns);
 #endif
-            if (bias) sums[j][t] += bias[column];
-        }
-    }
-    constexpr int TOGETHER = SPAN / 16;
-    const float count = static_cast<float>(SPAN == TILE_N ? n : SPAN);
-#pragma unroll
-    for (int first = 0; first < ACROSS; first += TOGETHER) {
-        float mean = 0.0f, squares = 0.0f;
-#if NORM == 1
-#pragma unroll
-        for (int j = first; j < first + TOGETHER; ++j)
-            for (int t = 0; t < 4; ++t) mean += sums[j][t];
-        mean = sum_of_row(mean) / count;
-#endif
-#pragma unroll
-        for (int j = first; j < first + TOGETHER; ++j) {
-            for (int t = 0; t < 4; ++t) {
-                const float from = 16 * j + 4 * quarter + t < n ? sums[j][t] - mean : 0.0f;
-                squares += from * from;
-            }
-        }
-        const float deviation = square_root(sum_of_row(squares) / count + eps);
-#pragma unroll
-        for (int j = first; j < first + TOGETHER; ++j) {
-            for (int t = 0; t < 4; ++t) {
-                const int column = 16 * j + 4 * quarter + t;
-                if (column >= n) continue;
-                float z = NORM ? (sums[j][t] - mean) / deviation : sums[j][t];
-                if (weight) z *= weight[column];
-                if (shift) z += shift[column];
-                sums[j][t] = activated(z);
-            }
-        }
-    }
+    };
+    const auto load_vectors = [&] {
+        load(bias, of_bias);
+        load(weight, of_weight);
+        load(shift, of_shift);
+    };
+    if (ACROSS <= 4) load_row_scales();
+    if (VECTORS_FIRST) load_vectors();
 
-#if OUT
-    // A group of columns, or all of them, under one scale.
-    constexpr int UNDER = OUT == 2 && TILE_N > 128 ? 128 / 16 : ACROSS;
-#else
-    constexpr int UNDER = ACROSS;
-#endif
-#pragma unroll
-    for (int first = 0; first < ACROSS; first += UNDER) {
-#if OUT == 1 || OUT == 2
-        float largest = 0.0f;
-#pragma unroll
-        for (int j = first; j < first + UNDER && j < ACROSS; ++j) {
-            for (int t = 0; t < 4; ++t) {
-                const float size = float_of(bits_of(sums[j][t]) & 0x7fffffffu);
-                if (is_finite(size) && size > largest) largest = size;
-            }
-        }
-        const float scale = scale_of(largest_of_row(largest));
-        if (row < m && quarter == 0 && 16 * first < n)
-            out_scale[(OUT == 2 ? static_cast<long>(first / 8) * out_scale_stride : 0) + row] = scale;
-#elif OUT == 3
-        const float scale = out_scale[0];
-#endif
-        if (row >= m) continue;
-#pragma unroll
-        for (int j = first; j < first + UNDER && j < ACROSS; ++j) {
-            const int column = 16 * j + 4 * quarter;
-            const long place = static_cast<long>(row) * out_stride + column;
-#if OUT
-            float ratios[4];
-            for (int t = 0; t < 4; ++t)
-                ratios[t] = is_finite(sums[j][t]) ? sums[j][t] / scale : float_of(0x7fc00000u);
-            const unsigned word =
-                encode_pair(ratios[0], ratios[1]) | encode_pair(ratios[2], ratios[3]) << 16;
-            unsigned char* to = static_cast<unsigned char*>(out) + place;
-            if (column + 4 <= n) {
-                *reinterpret_cast<unsigned*>(to) = word;
-                continue;
-            }
-            for (int t = 0; t < 4 && column + t < n; ++t)
-                to[t] = static_cast<unsigned char>(word >> 8 * t);
-#else
-            for (int t = 0; t < 4 && column + t < n; ++t)
-                static_cast<unsigned short*>(out)[place + t] = rounded(sums[j][t]);
-#endif
-        }
+    Words4 *now = stages, *next = stages + (STAGES - 1) * STAGE;
+    int left = k;  // with this step
+    begin(now, left);
+    put(now);
+    wait();
+    if (left < STEP) clear_tail<TILE_M + TILE_N, WAVES * WAVE>(now, left);
+    const auto turn = [&] {
+        const auto first = [&] { begin(next, left - STEP); };
+        const auto last = [&] {
+            if (STAGES == 1) barrier();  // all have read what is overwritten
+            put(next);
+        };
+        add(now, first, last);
+        wait();
+        left -= STEP;
+        Words4* const was = now;
+        now = next;
+        next = was;
+    };
+    turn();
+    while (left >= STEP) turn();
+    if (left > 0) {
+        clear_tail<TILE_M + TILE_N, WAVES * WAVE>(now, left);
+        add(now, [] {}, [] {});
+        if (STAGES == 1) barrier();  // before sums are exchanged there
     }
+    for (auto& row : sums)
+        for (Floats4& some : row) settle(some);
+
+    if (ACROSS > 4) load_row_scales();
+    if (!VECTORS_FIRST) load_vectors();
+    // Twice: for whole tiles, where nothing is checked, and for all others.
+    const auto finish = [&](auto whole) {
+        constexpr bool IS_WHOLE = decltype(whole)::VALUE;
+        for (int i = 0; i < DOWN; ++i)
+            for (int j = 0; j < ACROSS; ++j)
+                sums[i][j] = BY_GROUP ? lowered(sums[i][j]) : sums[i][j] * of_rows[i] * of_columns[j];
+        if (bias) {
+            for (int i = 0; i < DOWN; ++i)
+                for (int j = 0; j < ACROSS; ++j) sums[i][j] += of_bias[j];
+        }
+        const auto clear_columns = [&] {  // past n
+            if (IS_WHOLE) return;
+            for (int j = 0; j < ACROSS; ++j)
+                for (int t = 0; t < 4; ++t)
+                    for (int i = 0; i < DOWN; ++i)
+                        sums[i][j][t] = own_column + column_of(j, t) < n ? sums[i][j][t] : 0.0f;
+        };
+
+        // Of rows, whose columns four lanes share, and WAVES neighboring waves.
+        float* exchanged = reinterpret_cast<float*>(next);
+        const auto of_whole_rows = [&](OfRows values, auto both, auto count) {
+            constexpr int COUNT = decltype(count)::VALUE;
+            for (int distance = 16; distance <= 32; distance *= 2)
+                for (int i = 0; i < DOWN; ++i)
+                    values[i] = both(values[i], value_across(values[i], distance));
+            if constexpr (COUNT > 1) {
+                float* const own = exchanged + exchange_place(own_row, wave % WAVES_N, WAVES_N);
+                if (quarter == 0) {
+                    for (int i = 0; i < DOWN; ++i) own[16 * i * WAVES_N] = values[i];
+                }
+                barrier();
+                const float* from = exchanged + own_row * WAVES_N + wave % WAVES_N / COUNT * COUNT;
+                for (int i = 0; i < DOWN; ++i) {
+                    const auto* pairs = reinterpret_cast<const Floats2*>(from + 16 * i * WAVES_N);
+                    values[i] = both(pairs[0][0], pairs[0][1]);
+                    if (COUNT == 4) values[i] = both(values[i], both(pairs[1][0], pairs[1][1]));
+                }
+                exchanged += TILE_M * WAVES_N;  // the next ones go elsewhere: nobody waits for readers
+            }
+            return values;
+        };
+#if NORM
+        const Constant<SPAN / OWN> sharing;
+        const float share = SPAN == TILE_N ? (IS_WHOLE ? 1.0f / TILE_N : reciprocal(n)) : 1.0f / SPAN;
+        clear_columns();
+#pragma unroll
+        for (int first = 0; first < ACROSS; first += OWN / 16) {
+            const auto total = [](Floats4 four) {
+                const Floats2 two = Floats2{four[0], four[1]} + Floats2{four[2], four[3]};
+                return two[0] + two[1];
+            };
+            OfRows values;
+#if NORM == 1
+            for (int i = 0; i < DOWN; ++i) {
+                Floats4 four{};
+                for (int j = first; j < first + OWN / 16; ++j) four += sums[i][j];
+                values[i] = total(four);
+            }
+            const OfRows less = of_whole_rows(values * -share, Sum{}, sharing);
+            for (int i = 0; i < DOWN; ++i)
+                for (int j = first; j < first + OWN / 16; ++j) sums[i][j] += less[i];  // packed, as differences are not
+            clear_columns();
+#endif
+            for (int i = 0; i < DOWN; ++i) {
+                Floats4 four{};
+                for (int j = first; j < first + OWN / 16; ++j) four += sums[i][j] * sums[i][j];
+                values[i] = total(four);
+            }
+            const OfRows squares = of_whole_rows(values * share, Sum{}, sharing);
+            for (int i = 0; i < DOWN; ++i) {
+                const float inverse = reciprocal_root(squares[i] + eps);
+                for (int j = first; j < first + OWN / 16; ++j) sums[i][j] *= inverse;
+            }
+        }
+#endif
+        if (weight) {
+            for (int i = 0; i < DOWN; ++i)
+                for (int j = 0; j < ACROSS; ++j) sums[i][j] *= of_weight[j];
+        }
+        if (shift) {
+            for (int i = 0; i < DOWN; ++i)
+                for (int j = 0; j < ACROSS; ++j) sums[i][j] += of_shift[j];
+        }
+        for (auto& row : sums)
+            for (Floats4& some : row) some = activated(some);
+
+        Stored words[DOWN][ACROSS / TOGETHER];
+#if OUT
+        clear_columns();
+        Floats4 nothing{};  // NaN where a number is not finite
+        for (const auto& row : sums)
+            for (const Floats4& some : row) nothing += some * 0.0f;
+        const bool are_finite = !any_lane(nothing[0] + nothing[1] + nothing[2] + nothing[3] != 0.0f);
+#pragma unroll
+        for (int first = 0; first < ACROSS; first += UNDER) {
+            OfRows scale;
+#if OUT == 3
+            for (int i = 0; i < DOWN; ++i) scale[i] = out_scale[0];
+            const bool is_usual = are_finite && !any_lane(!(scale[0] > 0x1p-60f && scale[0] < 0x1p60f));
+#else
+            OfRows largest{};
+            for (int i = 0; i < DOWN; ++i)
+                for (int j = first; j < first + UNDER && j < ACROSS; ++j)
+                    largest[i] = largest_size(largest[i], sums[i][j]);
+            if (!are_finite) {
+                for (int i = 0; i < DOWN; ++i) {
+                    largest[i] = 0.0f;
+                    for (int j = first; j < first + UNDER && j < ACROSS; ++j) {
+                        for (int t = 0; t < 4; ++t) {
+                            // Not compared: on gfx950, clang 22 crashes on it behind silu.
+                            const float size = __builtin_fabsf(sums[i][j][t]);
+                            largest[i] = __builtin_fmaxf(largest[i], is_finite(size) ? size : 0.0f);
+                        }
+                    }
+                }
+            }
+            largest = of_whole_rows(largest, Largest{}, Constant<UNDER_WAVES>{});
+            unsigned smallest = ~0u;  // of bits less 1, of which 0 has the most
+            for (int i = 0; i < DOWN; ++i) {
+                const unsigned bits = bits_of(largest[i]) - 1;
+                smallest = bits < smallest ? bits : smallest;
+            }
+            const bool is_usual = are_finite && !any_lane(smallest < bits_of(0x1p-50f) - 1);
+            if (is_usual) {
+                scale = quotient(largest, all<OfRows>(LARGEST_FP8), all<OfRows>(1.0f / LARGEST_FP8));
+                for (int i = 0; i < DOWN; ++i) scale[i] = largest[i] == 0.0f ? 1.0f : scale[i];
+            } else {
+                for (int i = 0; i < DOWN; ++i) scale[i] = scale_of(largest[i]);
+            }
+            if (quarter == 0 && wave % WAVES_N % UNDER_WAVES == 0 &&
+                (IS_WHOLE || wave_n + 16 * first < n)) {
+                for (int i = 0; i < DOWN; ++i) {
+                    const long group = OUT == 2 ? (wave_n + 16 * first) / 128 : 0;
+                    if (IS_WHOLE || own_row + 16 * i < rows)
+                        out_scale[group * out_scale_stride + first_m + own_row + 16 * i] = scale[i];
+                }
+            }
+#endif
+            if (is_usual) {
+                OfRows inverse;
+                for (int i = 0; i < DOWN; ++i) inverse[i] = rounded_reciprocal(scale[i]);
+                for (int i = 0; i < DOWN; ++i) {
+                    for (int j = first; j < first + UNDER && j < ACROSS; ++j) {
+                        Floats4 some = sums[i][j];
+#if OUT == 3
+                        const float limit = LARGEST_FP8 * scale[i];
+                        for (int t = 0; t < 4; ++t)
+                            some[t] = __builtin_amdgcn_fmed3f(some[t], -limit, limit);
+#endif
+                        const Floats4 ratios =
+                            quotient(some, all<Floats4>(scale[i]), all<Floats4>(inverse[i]));
+                        words[i][j / TOGETHER][j % TOGETHER] = encode_four(ratios);
+                    }
+                }
+            } else {
+                for (int i = 0; i < DOWN; ++i) {
+                    for (int j = first; j < first + UNDER && j < ACROSS; ++j) {
+                        float ratios[4];
+                        for (int t = 0; t < 4; ++t)
+                            ratios[t] = is_finite(sums[i][j][t]) ? sums[i][j][t] / scale[i]
+                                                                 : float_of(0x7fc00000u);
+                        words[i][j / TOGETHER][j % TOGETHER] =
+                            encode_pair(ratios[0], ratios[1]) | encode_pair(ratios[2], ratios[3]) << 16;
+                    }
+                }
+            }
+        }
+#else
+        for (int i = 0; i < DOWN; ++i) {
+            for (int j = 0; j < ACROSS; ++j) {
+                for (int pair = 0; pair < 2; ++pair)
+                    words[i][j / TOGETHER][2 * (j % TOGETHER) + pair] =
+                        bfloat16_pair(sums[i][j][2 * pair], sums[i][j][2 * pair + 1]);
+            }
+        }
+#endif
+        unsigned char* to = static_cast<unsigned char*>(out) +
+                            SIZE * (static_cast<long>(first_m + own_row) * out_stride + own_column);
+        if constexpr (IS_WHOLE) {
+            for (int i = 0; i < DOWN; ++i, to += 16l * SIZE * out_stride)
+                for (int j = 0; j < ACROSS; j += TOGETHER)
+                    *reinterpret_cast<Stored*>(to + SIZE * column_of(j, 0)) = words[i][j / TOGETHER];
+            return;
+        }
+        for (int i = 0; i < DOWN; ++i, to += 16l * SIZE * out_stride) {
+            if (own_row + 16 * i >= rows) break;
+            for (int j = 0; j < ACROSS; ++j) {
+                for (int t = 0; t < 4; ++t) {
+                    const int column = column_of(j, t), byte = SIZE * t;
+                    const unsigned word = words[i][j / TOGETHER][WORDS * (j % TOGETHER) + byte / 4];
+                    if (own_column + column < n)
+                        *reinterpret_cast<Output*>(to + SIZE * column) =
+                            static_cast<Output>(word >> 8 * (byte % 4));
+                }
+            }
+        }
+    };
+    const bool is_aligned = (reinterpret_cast<unsigned long>(out) | SIZE * out_stride) % 16 == 0;
+    if (rows == TILE_M && n == TILE_N && is_aligned)
+        finish(Constant<1>{});
+    else
+        finish(Constant<0>{});
 }

@@ -35,8 +35,6 @@ from lokakern.types import (
 SOURCE = str(Path(__file__).with_suffix(".hip"))
 ROWS = 64  # of a block
 TILES = (64, 128, 192, 256)  # columns
-# Two steps of more rows than these are more than the 64 KB of local memory that gfx942 has.
-LONGEST_OF_TWO_STAGES = 192
 KINDS = {"none": 0, "layer": 1, "rms": 2, "block_rms": 2}
 ACTIVATIONS = ("none", "relu", "hardswish", "silu")
 OUTPUTS = (Granularity.NONE, Granularity.ROW, Granularity.GROUP, Granularity.TENSOR)
@@ -53,13 +51,10 @@ def blocks_of(m: int) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def bind(
-    tile: int, fnuz: bool, by_group: bool, norm: Norm, activation: str, output: Granularity
-) -> HipLaunch:
+def bind(tile: int, by_group: bool, norm: Norm, activation: str, output: Granularity) -> HipLaunch:
     """The launch of one signature."""
     macros = {
         "TILE_N": tile,
-        "STAGES": 1 if fnuz and tile > LONGEST_OF_TWO_STAGES else 2,
         "BY_GROUP": int(by_group),
         "NORM": KINDS[norm.kind],
         "SPAN": norm.block or tile,
@@ -93,9 +88,8 @@ def _gemm_norm(
     norm = epilogue.norm
     tile = tile_for(n, norm)
     assert tile is not None  # see _supports
-    fnuz = a.data.dtype is torch.float8_e4m3fnuz
     strides = (a.scale.stride(1), scale.stride(1)) if by_group else (0, 0)
-    bind(tile, fnuz, by_group, norm._replace(eps=0.0), epilogue.activation, output)(
+    bind(tile, by_group, norm._replace(eps=0.0), epilogue.activation, output)(
         blocks_of(m), (a.data, a.scale, data, scale, made, made_scale, *vectors),
         (m, n, k, a.data.stride(0), data.stride(1), made.stride(0), *strides, scale_stride,
          norm.eps),

@@ -26,6 +26,12 @@ static __device__ inline Words8 fragment(const Words4* stage, int row, int quart
     return words;
 }
 
+// Where `waves` waves that share rows put a number of each. With four, two take turns: else rows 8 apart
+// would lie in the same of 32 banks.
+static __device__ inline int exchange_place(int row, int wave, int waves) {
+    return row * waves + (waves == 4 ? wave ^ row / 8 % 2 : wave);
+}
+
 // Zeros in rows of a step behind the first `count` bytes of each, where anything lies.
 template <int ROWS, int THREADS>
 static __device__ inline void clear_tail(Words4* stage, int count) {

@@ -26,16 +26,8 @@ constexpr int AHEAD = DOWN > 1 ? 2 : 1;  // fragments of a, which take 128 cycle
 // Rows of products before what came in registers is put into local memory, and before the others wait
 // for it. It takes some 700 cycles to come; three rows of four products take 768 on gfx942.
 constexpr int LATE = DOWN > 2 ? DOWN - 1 : DOWN;
+constexpr bool IS_FULL = SCALES == 1 && TILE_N == 256;  // of what there is of registers
 typedef unsigned int Stored __attribute__((ext_vector_type(2 * TOGETHER)));
-
-// Of a step, for a lane's rows and columns.
-struct Scales {
-#if SCALES == 1
-    float of_a[DOWN], of_b;
-#elif SCALES == 2
-    int of_a[DOWN], of_b[ACROSS];
-#endif
-};
 
 // The column of each 16 * TOGETHER that row `line` of the j-th fragment of b is. A lane of `multiply`
 // has four neighboring columns of the sums; those of two fragments are neighbors, too.
@@ -64,10 +56,6 @@ extern "C" __global__ __launch_bounds__(64 * WAVES) void scaled_gemm(
     Rows<TILE_N, WAVES> right_rows(
         b + static_cast<long>(first_n) * b_stride, columns, b_stride, k, wave,
         [](int row) { return column_of(row / 16, row % 16); });
-    const auto begin = [&](Words4* stage, int left) {  // of k, with this step
-        left_rows.begin(stage, left <= STEP);
-        right_rows.begin(stage + TILE_M * PARTS, left <= STEP);
-    };
     const auto put = [&](Words4* stage) {
         left_rows.put(stage);
         right_rows.put(stage + TILE_M * PARTS);
@@ -80,37 +68,61 @@ extern "C" __global__ __launch_bounds__(64 * WAVES) void scaled_gemm(
 
     // A lane's rows are 16 apart, its columns 4 * TOGETHER neighbors of each 16 * TOGETHER.
     const int own_row = wave_m + line, own_column = wave_n + 4 * TOGETHER * quarter;
-    Scales scales;
-    const auto load_scales = [&](int step) {
+    // Scales of the step that is on its way, for a lane's rows and columns.
 #if SCALES == 1
-        const Buffer of_rows(a_scale + static_cast<long>(step) * a_scale_stride + first_m, 4 * rows);
-        for (int i = 0; i < DOWN; ++i)
-            scales.of_a[i] = float_of(of_rows.load_4_bytes(4 * (own_row + 16 * i)));
-        const int column = first_n + (wave_n < columns ? wave_n : 0);  // a wave's lie in the same 128
-        // As the others, though all lanes share it: waits for local memory would wait for a scalar, too.
-        const Buffer of_b(b_scale + column / 128 * b_scale_stride + step, 4);
-        scales.of_b = float_of(of_b.load_4_bytes(0));
+    float scales_of_a[DOWN], scales_of_b;
+    const float* next_scales = a_scale + first_m;
+    unsigned scale_bytes = 4 * rows, next_scale = 0;
+    const int scaled_column = first_n + (wave_n < columns ? wave_n : 0);  // a wave's lie in the same 128
+    const float* const column_scales = b_scale + scaled_column / 128 * b_scale_stride;
 #elif SCALES == 2
-        const Buffer of_a(a_scale + static_cast<long>(first_m) * a_scale_stride + 4 * step,
-                          rows * a_scale_stride - 4 * step);
-        const Buffer of_b(b_scale + static_cast<long>(first_n) * b_scale_stride + 4 * step,
-                          columns * b_scale_stride - 4 * step);
+    int scales_of_a[DOWN], scales_of_b[ACROSS];
+    unsigned next_scale = 0;
+#endif
+    const auto begin = [&](Words4* stage, int left) {  // of k, with this step
+        const bool is_last = left <= STEP;
+        left_rows.begin(stage, is_last);
+        right_rows.begin(stage + TILE_M * PARTS, is_last);
+#if SCALES == 1
+        const Buffer of_rows(next_scales, scale_bytes);
         for (int i = 0; i < DOWN; ++i)
-            scales.of_a[i] = of_a.load_byte((own_row + 16u * i) * a_scale_stride + quarter);
+            scales_of_a[i] = float_of(of_rows.load_4_bytes(4 * (own_row + 16 * i)));
+        // As the others, though all lanes share it: waits for local memory would wait for a scalar, too.
+        const Buffer of_columns(column_scales, (k + STEP - 1) / STEP * 4);
+        scales_of_b = float_of(of_columns.load_4_bytes(next_scale));
+        next_scales += a_scale_stride;
+        scale_bytes = is_last ? 0 : scale_bytes;
+        next_scale += 4;
+#elif SCALES == 2
+        const Buffer of_a(a_scale + static_cast<long>(first_m) * a_scale_stride + next_scale,
+                          rows * a_scale_stride - next_scale);
+        const Buffer of_b(b_scale + static_cast<long>(first_n) * b_scale_stride + next_scale,
+                          columns * b_scale_stride - next_scale);
+        for (int i = 0; i < DOWN; ++i)
+            scales_of_a[i] = of_a.load_byte((own_row + 16u * i) * a_scale_stride + quarter);
         for (int j = 0; j < ACROSS; ++j)
-            scales.of_b[j] = of_b.load_byte((wave_n + column_of(j, line)) * static_cast<unsigned>(b_scale_stride) + quarter);
+            scales_of_b[j] = of_b.load_byte((wave_n + column_of(j, line)) * static_cast<unsigned>(b_scale_stride) + quarter);
+        next_scale += is_last ? 0 : 4;
 #endif
     };
 
     Floats4 sums[DOWN][ACROSS] = {};
     // The product of a step. It calls `first` when its first fragments are on their way from local
     // memory, and `last` before its last products. Fragments of a are read two rows ahead.
-    const auto add = [&](const Words4* stage, const Scales& scales, auto first, auto last) {
+    const auto add = [&](const Words4* stage, auto first, auto last) {
         Words8 right[ACROSS], left[AHEAD];
         for (int i = 0; i < AHEAD; ++i)
             left[i] = fragment(stage, wave_m + 16 * i + line, quarter);
         for (int j = 0; j < ACROSS; ++j)
             right[j] = fragment(stage, TILE_M + wave_n + 16 * j + line, quarter);
+#if SCALES == 1
+        float factors[DOWN];
+        for (int i = 0; i < DOWN; ++i) factors[i] = scales_of_a[i] * (scales_of_b * RAISED);
+#elif SCALES == 2
+        int of_a[DOWN], of_b[ACROSS];  // before the next ones come
+        for (int i = 0; i < DOWN; ++i) of_a[i] = scales_of_a[i];
+        for (int j = 0; j < ACROSS; ++j) of_b[j] = scales_of_b[j];
+#endif
         keep_order();
         first();
         keep_order();
@@ -120,7 +132,7 @@ extern "C" __global__ __launch_bounds__(64 * WAVES) void scaled_gemm(
         Floats4 parts[3];
         const auto scale = [&](int done) {
             const int i = done / ACROSS, j = done % ACROSS;
-            if (done >= 0) sums[i][j] += parts[done % 3] * scales.of_a[i] * scales.of_b;
+            if (done >= 0) sums[i][j] += parts[done % 3] * factors[i];
         };
 #endif
 #pragma unroll  // registers have no index
@@ -137,11 +149,11 @@ extern "C" __global__ __launch_bounds__(64 * WAVES) void scaled_gemm(
             for (int j = 0; j < ACROSS; ++j) {
 #if SCALES == 1
                 const int number = i * ACROSS + j;
-                parts[number % 3] = multiply(right[j], left[i % AHEAD], Floats4{});
+                parts[number % 3] = multiply_lowered(right[j], left[i % AHEAD]);
                 scale(number - 2);
 #else
                 sums[i][j] = multiply_scaled(
-                    right[j], left[i % AHEAD], sums[i][j], scales.of_b[j], scales.of_a[i]);
+                    right[j], left[i % AHEAD], sums[i][j], of_b[j], of_a[i]);
 #endif
             }
 #endif
@@ -159,8 +171,8 @@ extern "C" __global__ __launch_bounds__(64 * WAVES) void scaled_gemm(
     const auto end_tail = [&](Words4* stage, int left) {
         clear_tail<TILE_M + TILE_N, WAVES * WAVE>(stage, left);
 #if SCALES == 2
-        for (int& scale : scales.of_a) scale = 32 * quarter < left ? scale : ONE_E8M0;
-        for (int& scale : scales.of_b) scale = 32 * quarter < left ? scale : ONE_E8M0;
+        for (int& scale : scales_of_a) scale = 32 * quarter < left ? scale : ONE_E8M0;
+        for (int& scale : scales_of_b) scale = 32 * quarter < left ? scale : ONE_E8M0;
 #endif
     };
 
@@ -176,26 +188,25 @@ extern "C" __global__ __launch_bounds__(64 * WAVES) void scaled_gemm(
             Floats4, column_scales.load_16_bytes(4 * (own_column + column_of(j, 0))));
 #endif
     unsigned short of_bias[ACROSS][4];
-    const Buffer biases(bias ? bias + first_n : bias, bias ? 2 * columns : 0);
-    for (int j = 0; j < ACROSS; ++j)
-        for (int t = 0; t < 4; ++t)
-            of_bias[j][t] = biases.load_2_bytes(2 * (own_column + column_of(j, t)));
+    const auto load_bias = [&] {
+        // From the first one on: one address and its offsets save a third of the prologue.
+        const Buffer biases(bias, bias ? 2u * n : 0);
+        for (int j = 0; j < ACROSS; ++j)
+            for (int t = 0; t < 4; ++t)
+                of_bias[j][t] =
+                    biases.load_2_bytes(2u * (first_n + own_column) + 2 * column_of(j, t));
+    };
+    if (!IS_FULL) load_bias();
 
     Words4 *now = stages, *next = stages + STAGE;
-    int left = k, step = 0;  // left of k, with this step
-    load_scales(0);
+    int left = k;  // with this step
     begin(now, left);
     put(now);
     wait();
     if (left < STEP) end_tail(now, left);
     const auto turn = [&] {
-        const Scales own = scales;
-        const auto first = [&] {
-            begin(next, left - STEP);
-            step += left > STEP;
-            load_scales(step);
-        };
-        add(now, own, first, [&] { put(next); });
+        const auto first = [&] { begin(next, left - STEP); };
+        add(now, first, [&] { put(next); });
         wait();
         left -= STEP;
         Words4* const was = now;
@@ -206,7 +217,7 @@ extern "C" __global__ __launch_bounds__(64 * WAVES) void scaled_gemm(
     while (left >= STEP) turn();
     if (left > 0) {
         end_tail(now, left);
-        add(now, scales, [] {}, [] {});
+        add(now, [] {}, [] {});
     }
     for (auto& row : sums)
         for (Floats4& some : row) settle(some);
@@ -214,7 +225,11 @@ extern "C" __global__ __launch_bounds__(64 * WAVES) void scaled_gemm(
 #if SCALES == 0
     for (int i = 0; i < DOWN; ++i)
         for (int j = 0; j < ACROSS; ++j) sums[i][j] = sums[i][j] * of_rows[i] * of_columns[j];
+#elif SCALES == 1
+    for (auto& row : sums)
+        for (Floats4& some : row) some = lowered(some);
 #endif
+    if (IS_FULL) load_bias();
     if (bias) {
         for (int j = 0; j < ACROSS; ++j)
             for (int t = 0; t < 4; ++t)

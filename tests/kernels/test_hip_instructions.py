@@ -71,6 +71,40 @@ def test_nan_is_seen_before_the_clamp_and_becomes_the_one_of_the_format(gpu: str
 
 @needs_clang
 @pytest.mark.parametrize("gpu", GPUS)
+def test_four_finite_numbers_are_converted_in_order_without_a_check(gpu: str) -> None:
+    code = probes(gpu)["encodes_four"]
+    low, high = named(code, "v_cvt")
+    assert {low.name, high.name} == {"v_cvt_pk_fp8_f32"}
+    assert (low.modifiers, high.modifiers) == ("", "op_sel:[0,0,1]")
+    assert low.operands[0] == high.operands[0]
+    loaded = registers(named(code, "global_load_dwordx4")[0].operands[0])
+    assert [*low.operands[1:], *high.operands[1:]] == loaded
+    assert not named(code, "v_med3", "v_cmp", "v_mov")
+    signs = {0x7F7F7F7F} & literals(code)
+    assert bool(signs) == (gpu == "gfx942")  # there is no -0
+
+
+@needs_clang
+@pytest.mark.parametrize("gpu", GPUS)
+def test_a_quotient_takes_three_packed_instructions_for_two_numbers(gpu: str) -> None:
+    code = probes(gpu)["divides"]
+    packed = [each.name for each in named(code, "v_pk")]
+    assert sorted(packed) == ["v_pk_fma_f32"] * 4 + ["v_pk_mul_f32"] * 2
+    assert len(named(code, "v_rcp_f32")) == 1 and not named(code, "v_div")
+
+
+@needs_clang
+@pytest.mark.parametrize("gpu", GPUS)
+def test_subnormal_roots_are_scaled_and_limits_are_a_modifier(gpu: str) -> None:
+    code = probes(gpu)["approximates"]
+    assert len(named(code, "v_rsq_f32")) == 1 and len(named(code, "v_cndmask_b32")) == 2
+    assert {bits_of(2.0**-100), bits_of(2.0**64)} <= literals(code)  # 2^32 may be an exponent
+    clamped = [each for each in code if "clamp" in " ".join((*each.operands, each.modifiers))]
+    assert len(clamped) == 1 and not named(code, "v_med3")
+
+
+@needs_clang
+@pytest.mark.parametrize("gpu", GPUS)
 def test_each_byte_of_a_word_is_decoded(gpu: str) -> None:
     conversions = named(probes(gpu)["decodes"], "v_cvt")
     assert {each.name for each in conversions} == {"v_cvt_f32_fp8"}

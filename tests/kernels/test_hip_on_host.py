@@ -70,6 +70,7 @@ CALLS = {
     "(Scale*)p[3], (unsigned short*)p[4], (unsigned short*)(p.size() > 5 ? p[5] : nullptr), i[0], "
     "i[1], i[2], i[3], i[4], i[5], i[6], i[7])",
     "places": "places((int*)p[0], i[0], i[1])",
+    "exchange": "exchange((int*)p[0], i[0])",
     "gemm_norm": "gemm_norm((unsigned char*)p[0], (float*)p[1], (unsigned char*)p[2], "
     "(float*)p[3], p[4], (float*)p[5], (float*)p[6], (float*)p[7], (float*)p[8], i[0], i[1], i[2], "
     "i[3], i[4], i[5], i[6], i[7], i[8], 1e-5f)",  # the only eps of suites
@@ -350,7 +351,7 @@ def test_scaled_gemm_is_correct(gpu: str, scales: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("gpu", "scales", "tile"),
     [("gfx942", "group", 128), ("gfx950", "group", 128), ("gfx950", "mx", 32),
-     ("gfx950", "row", 256), ("gfx950", "mx", 256)],
+     ("gfx950", "row", 256), ("gfx950", "group", 256), ("gfx950", "mx", 256)],
 )  # fmt: skip
 def test_scaled_gemm_is_correct_with_other_tiles(
     gpu: str, scales: str, tile: int, tmp_path: Path
@@ -390,7 +391,7 @@ def scaled_alike(codes: Tensor, scale: float, granularity: Granularity) -> Quant
 def test_scales_are_applied_one_after_the_other(
     kernel: str, gpu: str, scales: str, tmp_path: Path
 ) -> None:
-    """To sums that are exact: ``(acc * sa) * sb`` to the bit, where ``sa * sb`` would underflow."""
+    """To sums that are exact: ``acc * sa * sb`` to the bit, where ``sa * sb`` would underflow."""
     form, (m, n, k) = FORMATS[gpu], (5, 9, 128)
     torch.manual_seed(1)
     codes = [torch.randint(-15, 16, (rows, k)).float() for rows in (m, n)]
@@ -398,7 +399,7 @@ def test_scales_are_applied_one_after_the_other(
         some[0] = form.maximum
     macros = macros_of(scales)
     if kernel == "gemm_norm":
-        macros = {"TILE_N": 64, "STAGES": 2, "BY_GROUP": int(scales == "group"), "NORM": 0,
+        macros = {"TILE_N": 64, "BY_GROUP": int(scales == "group"), "NORM": 0,
                   "SPAN": 64, "ACTIVATION": 0, "OUT": 0}  # fmt: skip
     path = program(kernel, gpu, macros, folder())
     for pair in TINY:
@@ -427,9 +428,9 @@ BROKEN = {
     "the mask of a tail": ("const int left = count - 16 * part - 4 * i;", "const int left = 4;"),
     "the last row": ("(count - 1u) * stride", "count * stride"),
     "a scale": ("sums[i][j] * of_rows[i] * of_columns[j]", "sums[i][j] * of_rows[i]"),
-    "a power of two": ("scales.of_b[j], scales.of_a[i])", "scales.of_b[j], ONE_E8M0)"),
+    "a power of two": ("of_b[j], of_a[i]);", "of_b[j], ONE_E8M0);"),
     "a power past k": (
-        "for (int& scale : scales.of_a) scale = 32 * quarter < left ? scale : ONE_E8M0;", ""
+        "for (int& scale : scales_of_a) scale = 32 * quarter < left ? scale : ONE_E8M0;", ""
     ),
     "the order of columns": (
         "return column_of(row / 16, row % 16);", "return row;"
@@ -493,6 +494,29 @@ def test_lanes_that_read_together_read_from_different_banks(tmp_path: Path) -> N
                 assert len({parts[lane] % 16 for lane in lanes}) == 16
 
 
+EXCHANGE = """
+#include "products.hpp"
+void exchange(int* place, int waves) {
+    const int lane = lane_index();
+    place[thread_index()] = exchange_place(lane, thread_index() / WAVE % waves, waves);
+}
+"""
+
+
+@pytest.mark.parametrize("waves", [2, 4])
+def test_rows_that_waves_exchange_lie_in_different_banks(waves: int, tmp_path: Path) -> None:
+    """Sixteen lanes write those of 16 rows at once; those of two neighboring waves stay a pair."""
+    (folder() / "exchange.hip").write_text(EXCHANGE)
+    path = program("exchange", "gfx942", {}, folder())
+    (found,) = launch(path, 1, [torch.zeros(BLOCK, dtype=torch.int32)], [waves], tmp_path)
+    places = found.view(BLOCK // 64, 64)[:waves]
+    assert len(set(places.flatten().tolist())) == 64 * waves
+    for rows in places.unfold(1, 16, 16).flatten(0, 1).tolist():
+        assert len({place % 32 for place in rows}) == 16
+    row, pair = torch.arange(64), torch.arange(waves)[:, None] // 2
+    assert torch.equal(places // 2, row * waves // 2 + pair)
+
+
 # --- products whose rows are normalized
 
 # Norm, activation, output, scales of operands by group, whether there are vectors, tile, shapes.
@@ -525,9 +549,9 @@ def test_gemm_norm_is_correct(gpu: str, what: str, tmp_path: Path) -> None:
     norm_name, activation, output, by_group, vectors, tile, shapes = NORMED[what]
     norm, form = norm_named(norm_name), FORMATS[gpu]
     macros = {
-        "TILE_N": tile, "STAGES": 1 if gpu == "gfx942" and tile > 192 else 2,
-        "BY_GROUP": int(by_group), "NORM": KINDS[norm.kind], "SPAN": norm.block or tile,
-        "ACTIVATION": ACTIVATIONS.index(activation), "OUT": OUTPUTS.index(output),
+        "TILE_N": tile, "BY_GROUP": int(by_group), "NORM": KINDS[norm.kind],
+        "SPAN": norm.block or tile, "ACTIVATION": ACTIVATIONS.index(activation),
+        "OUT": OUTPUTS.index(output),
     }  # fmt: skip
     path = program("gemm_norm", gpu, macros, folder())
     a_scales, b_scales = SCALES["group" if by_group else "row"]
@@ -539,23 +563,67 @@ def test_gemm_norm_is_correct(gpu: str, what: str, tmp_path: Path) -> None:
         right = in_nan(numerics.quantize(torch.randn(n, k), form, b_scales))
         given = [torch.randn(n) if vectors else None for _ in range(3)]
         epilogue = NormEpilogue(norm, *given, activation=activation)
-        made = normalized(path, left, right, epilogue, output, tmp_path, reverse=bool(number % 2))
         unit = (Format.BFLOAT16 if output is Granularity.NONE else form).unit_roundoff
         exact, size = ops.normalized(*ops.norm_sums(left, right.t()), epilogue)
-        error = norm_kernel_error(made, exact, size, unit)
-        assert error.maximum <= 1.0, (m, n, k, error)
+        both = m >= 64 and n == tile and output is Granularity.NONE  # a whole tile is there
+        for aligned in (False, True) if both else (False,):
+            made = normalized(path, left, right, epilogue, output, tmp_path,
+                              reverse=bool(number % 2) != aligned, aligned=aligned)  # fmt: skip
+            error = norm_kernel_error(made, exact, size, unit)
+            assert error.maximum <= 1.0, (m, n, k, aligned, error)
+
+
+@pytest.mark.sample(every=2, of=("gpu",))
+@pytest.mark.parametrize("gpu", FORMATS)
+@pytest.mark.parametrize(("output", "n"), [(Granularity.ROW, 64), (Granularity.GROUP, 256)])
+def test_gemm_norm_quantizes_as_the_emulation_does(
+    gpu: str, output: Granularity, n: int, tmp_path: Path
+) -> None:
+    """Sums that are exact, to the byte: of usual rows, and of rows that take the long way."""
+    form, k, of_wave = FORMATS[gpu], 128, {64: 32, 256: 64}[n]
+    m = 2 * of_wave + 2
+    torch.manual_seed(2)
+    codes = [torch.randint(-15, 16, (rows, k)).float() for rows in (m, n)]
+    of_a = torch.logspace(-9, 9, m)
+    codes[0][3] = 0.0
+    of_a[of_wave:-2] = torch.logspace(-39, -37, of_wave)  # with remainders that are subnormal
+    of_a[-2:] = torch.tensor([math.inf, math.nan])  # of a third wave
+    of_b = torch.rand(n) + 0.5
+    of_b[::7] = 1e-7  # what is negative there becomes 0 of FP8
+    left, right = (
+        QuantizedTensor(x.to(form.dtype), scale[:, None], Granularity.ROW)
+        for x, scale in zip(codes, (of_a, of_b), strict=True)
+    )
+    macros = {"TILE_N": n, "BY_GROUP": 0, "NORM": 0, "SPAN": n, "ACTIVATION": 0,
+              "OUT": OUTPUTS.index(output)}  # fmt: skip
+    path = program("gemm_norm", gpu, macros, folder())
+    assert right.scale is not None
+    exact = numerics.quantize(
+        codes[0] @ codes[1].t() * of_a[:, None] * right.scale[:, 0], form, output
+    )
+    assert exact.scale is not None
+    for reverse in (False, True):
+        found = normalized(path, left, right, NormEpilogue(norm_named("none")), output, tmp_path,
+                           reverse=reverse)  # fmt: skip
+        assert isinstance(found, QuantizedTensor) and found.scale is not None
+        assert torch.equal(found.scale, exact.scale)
+        assert torch.equal(found.data.view(torch.uint8), exact.data.view(torch.uint8))
 
 
 def normalized(
     path: Path, left: QuantizedTensor, right: QuantizedTensor, epilogue: NormEpilogue,
-    output: Granularity, tmp_path: Path, *, reverse: bool = False,
+    output: Granularity, tmp_path: Path, *, reverse: bool = False, aligned: bool = False,
 ) -> Tensor | QuantizedTensor:  # fmt: skip
-    """Output ``[m, n]`` of a program with a norm, for rows of both operands."""
+    """Output ``[m, n]`` of a program with a norm, for rows of both operands.
+
+    Rows of bfloat16 are aligned or not, those of FP8 always.
+    """
     (m, k), n, form = left.shape, right.shape[0], left.format
     assert left.scale is not None and right.scale is not None
     pitch, out_pitch = pitch_of(k), pitch_of(n)
     if output is Granularity.NONE:
-        out_pitch, out = n + 3, torch.full((m, n + 3), 7.0, dtype=torch.bfloat16)
+        out_pitch = -(-(n + 3) // 8) * 8 if aligned else n + 3
+        out = torch.full((m, out_pitch), 7.0, dtype=torch.bfloat16)
     else:
         out = torch.full((m, out_pitch), form.nan_byte, dtype=torch.uint8)
     groups = -(-n // 128) if output is Granularity.GROUP else 1

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.machine_code import blocks_of, cycles, main_loop, matrix_share, noted, resources
+from tests.support.machine_code import (
+    assembly_of,
+    blocks_of,
+    cycles,
+    main_loop,
+    matrix_share,
+    noted,
+    resources,
+)
 
 FP8, BF16 = "v_mfma_f32_16x16x32_fp8_fp8", "v_mfma_f32_16x16x16_bf16"
 NOTES = """
@@ -110,6 +118,24 @@ def test_a_kernel_without_products_has_no_share() -> None:
         LOOP.replace("v_mfma_f32_16x16x32_fp8_fp8", "v_mov_b32_e32") + NOTES, "gfx942"
     )
     assert (found["matrix"], found["matrix_share"]) == ({}, None)
+
+
+DISASSEMBLY = f"""
+0000000000001000 <kernel>:
+	s_cbranch_scc0 label_0004                                  // 000000001000: BF840003
+	{FP8} v[0:3], v[4:5], v[6:7], v[0:3]      // 000000001004: D3F30000 04020D04
+	s_branch label_0000                                        // 00000000100C: BF82FFFC
+
+0000000000001010 <label_0004>:
+	v_mov_b32_e32 v0, 0x43700000                               // 000000001010: 7E0002FF 43700000
+	s_endpgm                                                   // 000000001018: BF810000
+"""
+
+
+def test_branches_of_a_disassembly_go_where_their_encoding_says() -> None:
+    blocks = blocks_of(assembly_of(DISASSEMBLY))
+    assert [block.following for block in blocks if block.instructions] == [[2, 4], [1], []]
+    assert main_loop(blocks) == ["s_cbranch_scc0", FP8, "s_branch"]
 
 
 def test_the_share_is_of_the_cycles_in_the_loop() -> None:

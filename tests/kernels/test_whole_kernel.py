@@ -77,6 +77,30 @@ def test_products_outside_the_loop_take_turns_from_it() -> None:
     assert (found["matrix"], found["local"]) == (4 * 16, 3 * 8)
 
 
+# Behind the loop: a whole wave stores, or jumps over it, as where a tile has no rows.
+TAIL = PROGRAM.replace("s_cbranch_execz .LBB0_6", "s_cbranch_scc1 .LBB0_6")
+
+
+def test_ways_that_leave_outputs_out_are_not_counted() -> None:
+    assert whole_kernel(TAIL, 4, 1)["memory"] == 4
+    assert whole_kernel(TAIL, 4, 1, stored=16)["memory"] == 2 * 4
+    with pytest.raises(ValueError, match="none from it converts and stores enough"):
+        whole_kernel(TAIL, 4, 1, stored=17)
+
+
+def test_ways_between_both_sides_of_a_branch_are_not_counted() -> None:
+    """The condition is tested twice: no wave jumps over both conversions."""
+    one, other = (
+        f"\ts_cbranch_scc1 .LBB0_{n}\n; %bb.{n}:\n{before}\tv_cvt_pk_fp8_f32 v0, v0, v1\n"
+        f".LBB0_{n}:\n"
+        for n, before in ((7, ""), (8, "\tv_mov_b32_e32 v0, 0\n"))
+    )
+    program = TAIL.replace(".LBB0_6:\n", f".LBB0_6:\n{one}{other}")
+    least = whole_kernel(program, 4, 1)["vector"]
+    assert whole_kernel(program, 4, 1, converted=2)["vector"] == least + 4
+    assert whole_kernel(program, 4, 1, converted=4)["vector"] == least + 3 * 4
+
+
 def test_what_cannot_be_counted_raises() -> None:
     twice = f"\t{FP8} v[0:3], v[4:5], v[6:7], v[0:3]\n" * 2
     program = PROGRAM.replace("; %bb.4:\n", f"; %bb.4:\n{twice}")

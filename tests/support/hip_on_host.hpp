@@ -86,6 +86,14 @@ static int first_of(int value) { return shown(value)[0]; }
 static int permuted(int from, int value) { return shown(value)[from / 4 % LANES]; }
 #define __builtin_amdgcn_ds_bpermute permuted
 
+static unsigned long ballot(bool is_so) {
+    const bool* of = shown(is_so);
+    unsigned long lanes = 0;
+    for (int lane = 0; lane < LANES; ++lane) lanes |= static_cast<unsigned long>(of[lane]) << lane;
+    return lanes;
+}
+#define __builtin_amdgcn_ballot_w64 ballot
+
 // --- numbers
 
 static float middle_of(float x, float low, float high) {
@@ -94,6 +102,26 @@ static float middle_of(float x, float low, float high) {
 }
 #define __builtin_amdgcn_fmed3f middle_of
 #define __builtin_amdgcn_exp2f(exponent) std::exp2(exponent)
+
+// They may err by one unit in the last place, and take what is subnormal for 0, here in both places.
+static float normal_or_zero(float value) {
+    return std::fpclassify(value) == FP_SUBNORMAL ? std::copysign(0.0f, value) : value;
+}
+static float next_to(double exact) {
+    const float near = static_cast<float>(exact);
+    return normal_or_zero(reversed && std::isfinite(near) ? std::nextafter(near, 0.0f) : near);
+}
+static float approximate_reciprocal(float x) { return next_to(1.0 / normal_or_zero(x)); }
+static float approximate_reciprocal_root(float x) { return next_to(1.0 / std::sqrt(normal_or_zero(x))); }
+#define __builtin_amdgcn_rcpf approximate_reciprocal
+#define __builtin_amdgcn_rsqf approximate_reciprocal_root
+
+template <typename Floats>
+static Floats fused(Floats x, Floats y, Floats z) {
+    for (unsigned i = 0; i < sizeof x / sizeof x[0]; ++i) x[i] = std::fma(x[i], y[i], z[i]);
+    return x;
+}
+#define __builtin_elementwise_fma fused
 
 // By arithmetic in double, where all steps are exact. What is larger than the format's largest is
 // NaN, as it is where MODE.FP16_OVFL is not set, and a zero keeps its sign, though 0x80 is NaN.

@@ -19,6 +19,8 @@ LOCAL_BYTES = {"gfx942": 64 << 10, "gfx950": 160 << 10}  # of a compute unit
 MATRIX = "v_mfma_"
 LABEL = re.compile(r"([.\w$]+):")
 INSTRUCTION = re.compile(r"\s+((?:s|v|ds|global|buffer|flat|scratch)_\w+)[ \t]*([^;\n]*)")
+# Of a disassembly: name and operands, address, words of the encoding.
+DISASSEMBLED = re.compile(r"\t(\S+)\s*(.*?)\s*// ([0-9A-F]+): ([0-9A-F ]+)")
 ENDS = ("s_branch", "s_cbranch", "s_endpgm")  # of a block
 TYPES = {"f8f6f4": 1, "fp8": 1, "bf8": 1, "bf16": 2, "f16": 2}  # bytes; operands of f8f6f4 are FP8
 ISSUE = 4  # cycles: 16 lanes at a time
@@ -60,6 +62,21 @@ def resources(text: str, gpu: str, local_bytes: int | None = None) -> dict[str, 
         "matrix": dict(sorted(counted.items())),
         "matrix_share": None if loop is None else matrix_share(loop),
     }
+
+
+def assembly_of(disassembly: str) -> str:
+    """What `llvm-objdump -d` prints of a code object, with a label wherever a branch goes."""
+    lines: list[tuple[int, str, str]] = []
+    for name, operands, address, words in DISASSEMBLED.findall(disassembly):
+        if name.startswith(("s_branch", "s_cbranch")):
+            ahead = (int(words.split()[0], 16) + 0x8000 & 0xFFFF) - 0x8000  # words, with a sign
+            operands = f".L{int(address, 16) + 4 + 4 * ahead:x}"
+        lines.append((int(address, 16), name, operands))
+    targets = {operands for _, name, operands in lines if "branch" in name}
+    return "".join(
+        (f".L{address:x}:\n" if f".L{address:x}" in targets else "") + f"\t{name} {operands}\n"
+        for address, name, operands in lines
+    )
 
 
 def noted(text: str, name: str) -> int:
@@ -200,3 +217,9 @@ def local_bytes_of(instruction: str) -> float:
     """Bytes that a lane reads or writes: `ds_read_b128`, `ds_write2st64_b64` (two)."""
     found = re.search(r"(2?)(?:st64)?_[bfiu](\d+)", instruction)
     return int(found[2]) / 8 * (2 if found[1] else 1) if found else 0
+
+
+def stored_bytes_of(instruction: str) -> int:
+    """Bytes that a lane writes to memory: `global_store_dwordx4`, `buffer_store_short_d16_hi`."""
+    found = re.match(r"(?:global|buffer|flat)_store_(byte|short|dword)(?:x(\d))?", instruction)
+    return {"byte": 1, "short": 2, "dword": 4}[found[1]] * int(found[2] or 1) if found else 0

@@ -1,9 +1,9 @@
 """Cycles of a whole kernel for AMD GPUs: before its main loop, in it, and behind it.
 
 They are counted from the text, not measured. One wave executes an instruction after the other,
-each in the cycles that machine_code.py gives. It goes the way of whole tiles: of two ways that a
-whole wave may take, the one of fewer cycles; blocks that lanes enter for themselves are entered;
-in the loop every block counts in every turn.
+each in the cycles that machine_code.py gives. It goes the way of whole tiles: of the ways that
+convert and store all outputs of a lane, the one of fewest cycles; blocks that lanes enter for
+themselves are entered; in the loop every block counts in every turn.
 
 A wait costs what the awaited instruction still lacks of its latency. The waves of a SIMD take
 turns: as much as one wave executes in the meantime, each of the others does.
@@ -23,21 +23,28 @@ from tests.support.machine_code import (
     instructions_of,
     main_loop_blocks,
     matrices,
+    stored_bytes_of,
 )
 
+PAIR_TO_FP8 = "v_cvt_pk_fp8_f32"
 KINDS = {"v_mfma_": "matrix", "v_": "vector", "s_": "scalar", "ds_": "local"}  # else memory
 # Cycles from an instruction to its result. Assumed, of the order of published measurements: main
 # memory and local memory without conflicts. Caches are faster.
 LATENCY = {"vmcnt": 700, "lgkmcnt": 128}
 
 
-def whole_kernel(text: str, products: int, occupancy: int) -> dict[str, Any]:
+def whole_kernel(
+    text: str, products: int, occupancy: int, stored: int = 0, converted: int = 0
+) -> dict[str, Any]:
     """Cycles of a wave that multiplies so many matrix instructions, by what executes them.
 
     Args:
         text: Assembly of one kernel.
         products: Matrix instructions that the wave executes, in the loop and outside.
         occupancy: Waves of a SIMD, which take turns.
+        stored: Bytes that a lane stores of a whole tile. Ways that store less are those of tails.
+        converted: Numbers that a lane converts to FP8. Ways that convert fewer leave out both sides
+            of a branch whose condition is tested twice.
 
     Returns:
         ``matrix``, ``vector``, ``scalar``, ``local`` and ``memory`` cycles; ``waits``, cycles that
@@ -45,7 +52,8 @@ def whole_kernel(text: str, products: int, occupancy: int) -> dict[str, Any]:
         all but the waits.
 
     Raises:
-        ValueError: No number of turns of the loop executes so many products.
+        ValueError: No number of turns of the loop executes so many products, or no way converts
+            and stores so much.
     """
     blocks = blocks_of(text)
     loop = main_loop_blocks(blocks)
@@ -55,7 +63,7 @@ def whole_kernel(text: str, products: int, occupancy: int) -> dict[str, Any]:
     ends = [number for number, block in enumerate(blocks) if "s_endpgm" in block.instructions]
     before = _executed(blocks, _cheapest(blocks, [0], [loop[0]], loop)[:-1])
     turn = instructions_of(blocks, loop)
-    behind = _executed(blocks, _cheapest(blocks, exits, ends, loop))
+    behind = _executed(blocks, _cheapest(blocks, exits, ends, loop, stored, converted))
     each, once = len(matrices(turn)), len(matrices(before + behind))
     turns, more = divmod(products - once, each)
     if more or turns < 0:
@@ -68,26 +76,37 @@ def _executed(blocks: list[Block], path: Iterable[int]) -> list[str]:
 
 
 def _cheapest(
-    blocks: list[Block], first: Iterable[int], last: Container[int], around: Container[int]
+    blocks: list[Block],
+    first: Iterable[int],
+    last: Container[int],
+    around: Container[int],
+    stored: int = 0,
+    converted: int = 0,
 ) -> list[int]:
-    """Numbers of the blocks of the way with the fewest cycles, around those of the loop."""
-    waiting = [(0.0, number, [number]) for number in first]
-    known: set[int] = set()
+    """Numbers of the blocks of the way with the fewest cycles, around those of the loop.
+
+    It stores so many bytes of a lane and converts so many numbers to FP8, or more.
+    """
+    waiting = [(0.0, number, (stored, converted), [number]) for number in first]
+    known: set[tuple[int, tuple[int, int]]] = set()
     while waiting:
-        spent, number, path = heapq.heappop(waiting)
-        if number in last:
-            return path
-        if number in known or number in around:
-            continue
-        known.add(number)
+        spent, number, (stored, converted), path = heapq.heappop(waiting)
         block = blocks[number]
+        stored -= sum(map(stored_bytes_of, block.instructions))
+        converted -= 2 * sum(name.startswith(PAIR_TO_FP8) for name in block.instructions)
+        left = max(0, stored), max(0, converted)
+        if number in last and left == (0, 0):
+            return path
+        if (number, left) in known or number in around:
+            continue
+        known.add((number, left))
         spent += sum(map(cycles, block.instructions))
         following = block.following
         if block.instructions and block.instructions[-1] == "s_cbranch_execz":
             following = following[:1]  # some lane is at work
         for other in following:
-            heapq.heappush(waiting, (spent, other, [*path, other]))
-    raise ValueError("no way leads to the loop, or none from it")
+            heapq.heappush(waiting, (spent, other, left, [*path, other]))
+    raise ValueError("no way leads to the loop, or none from it converts and stores enough")
 
 
 class Issued(NamedTuple):

@@ -81,6 +81,43 @@ def test_most_cycles_of_the_largest_tile_multiply(
     assert row["share_k1024"] >= least and row["loop_waits_k1024"] == 0
 
 
+@pytest.mark.parametrize("architecture", ["gfx942", "gfx950"])
+def test_products_take_two_fifths_of_norms_of_256_columns(architecture: str) -> None:
+    """At k = 1024, with bfloat16 and with FP8 behind, and nothing in the loop is waited for."""
+    rows = [
+        row
+        for row in resources.resource_rows()
+        if (row["kernel"], row["architecture"]) == ("hip.gemm_norm_row", architecture)
+        and row["variant"].startswith("TILE_N=256 ")
+    ]
+    assert len(rows) == 3
+    for row in rows:
+        assert row["share_k1024"] >= 0.40 and row["loop_waits_k1024"] == 0, row
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kernel", "variant", "least"),
+    [("gfx942", "scaled_gemm_block", "TILE_M=128 TILE_N=128", 0.53),
+     ("gfx950", "scaled_gemm_block", "TILE_M=256 TILE_N=256", 0.50),
+     ("gfx942", "gemm_norm_block", "TILE_N=256", 0.48),
+     ("gfx950", "gemm_norm_block", "TILE_N=256", 0.34),
+     ("gfx950", "gemm_norm_row", "TILE_N=64", 0.24)],
+)  # fmt: skip
+def test_shares_stay_and_loops_do_not_wait(
+    architecture: str, kernel: str, variant: str, least: float
+) -> None:
+    """At k = 1024, and nothing in the loop is waited for."""
+    rows = [
+        row
+        for row in resources.resource_rows()
+        if (row["kernel"], row["architecture"]) == (f"hip.{kernel}", architecture)
+        and row["variant"].startswith(f"{variant} ")
+    ]
+    assert rows
+    for row in rows:
+        assert row["share_k1024"] >= least and row["loop_waits_k1024"] == 0, row
+
+
 def test_table_csv_and_json_agree(capsys: pytest.CaptureFixture[str]) -> None:
     rows = json.loads(run(capsys, "--json")[1])
     read = list(csv.DictReader(io.StringIO(run(capsys, "--format", "csv")[1])))
