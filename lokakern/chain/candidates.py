@@ -297,8 +297,9 @@ def _measured(
 ) -> Iterator[Step]:
     """Steps of all kernels with a time at a problem, or of unquantized kernels only."""
     table = dispatcher.table_for(
-        problem, None, chain.distributions, chain.device, chain.regime, is_choice=False
-    )
+        problem, None, chain.distributions, chain.device, chain.regime, is_choice=False,
+        predicts=False,
+    )  # fmt: skip
     for candidate in table.candidates:
         found = candidate.time_at(problem.m)
         if found is None or (unquantized and not candidate.unquantized):

@@ -124,12 +124,14 @@ bool has_attribute(PyObject* type, PyObject* name, const py::object& expected) {
   return found && found.is(expected);
 }
 
-// Whether a call of a module is that of its class's own forward.
+// Whether a call of a module is that of its class's own forward. Global hooks may be those of a
+// module that ran before it.
 bool is_plain(PyObject* dict, const KnownClass& known) {
   const auto& of = classes();
-  return is_empty(item(dict, names().hooks)) && is_empty(item(dict, names().pre_hooks)) &&
-         is_empty(item(dict, of.backward_hooks)) && is_empty(item(dict, of.backward_pre_hooks)) &&
-         !item(dict, names().forward) && is_none(item(dict, of.compiled_call)) &&
+  return !of.has_global_hooks() && is_empty(item(dict, names().hooks)) &&
+         is_empty(item(dict, names().pre_hooks)) && is_empty(item(dict, of.backward_hooks)) &&
+         is_empty(item(dict, of.backward_pre_hooks)) && !item(dict, names().forward) &&
+         is_none(item(dict, of.compiled_call)) &&
          has_attribute(known.type.ptr(), names().forward, known.forward) &&
          has_attribute(known.type.ptr(), of.call_name, of.call);
 }

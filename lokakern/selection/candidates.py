@@ -200,7 +200,12 @@ class Bounds:
     is_verified: bool = True
     elsewhere: str = ""  # where they were measured, if at another n, or k of a quantizer
     set_aside: str = ""  # the largest claimed row error that is disregarded
-    is_predicted: bool = False  # from other n and k
+    around: tuple[str, ...] = ()  # keys of other n and k that were looked at, if it is from these
+
+    @property
+    def is_predicted(self) -> bool:
+        """Whether it is from other n and k."""
+        return bool(self.around)
 
 
 # Bounds of a numerics class at an `accuracy_problem`, by the keys of both, which many kernels and
@@ -443,7 +448,7 @@ def errors_or_reason(kernel: KernelRow, problem: Problem, evidence: Evidence) ->
     found: Bounds | str = ""
     for ours_only in (True, False) if facts.has_quarantined else (True,):
         found = bounds_or_reason(kernel, problem, asked, evidence, ours_only)
-        if isinstance(found, str) and not _is_tried(kernel, asked, evidence, ours_only):
+        if isinstance(found, str) and not is_tried(kernel, asked, evidence, ours_only=ours_only):
             found = _elsewhere(kernel, problem, evidence, ours_only) or found
         if isinstance(found, Bounds):
             break
@@ -493,7 +498,7 @@ def _cells_of_class(kernel: KernelRow, asked: str, evidence: Evidence) -> list[A
     return evidence.facts.accuracy_cells_of_class(evidence.device.architecture, asked, *scales)
 
 
-def _is_tried(kernel: KernelRow, asked: str, evidence: Evidence, ours_only: bool) -> bool:
+def is_tried(kernel: KernelRow, asked: str, evidence: Evidence, *, ours_only: bool = False) -> bool:
     """Whether any error of the class is stored there, even with too few seeds."""
     return any(not (ours_only and c.tier) for c in _cells_of_class(kernel, asked, evidence))
 

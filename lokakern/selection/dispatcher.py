@@ -412,7 +412,7 @@ def loose_table(
 
     Errors are those on all realistic distributions. Nothing is cached except in ``memory``, which
     may be shared by problems of one device and snapshot. Without ``predicts`` only measured times
-    count.
+    count, with errors as of `dispatch`.
 
     Raises:
         ChoicesError: Choices are frozen, so that times and errors are unknown.
@@ -541,19 +541,21 @@ def _build(
     predicted: Forecast | None = None
     # The unquantized kernel of a gemm is no choice; loose tables are asked within many budgets.
     asks = budget is not None or problem.op != "gemm" or kind is LooseTable
-    if predicts and asks and timed == default_regime(target):
+    # A loose table without predicted times has the bounds of errors of one with them.
+    if (predicts or kind is LooseTable) and asks and timed == default_regime(target):
         model = model_of(target)
         if model is not None and model.content.regime == timed:
             from lokakern.selection.prediction.errors import with_predicted_errors
             from lokakern.selection.prediction.forecast import forecast
 
-            predicted = forecast(
-                problem, model, evidence, alignment_of(problem.m), needs, barred,
-                is_compiled=regime in COMPILER_PADS,
-                with_costs=lambda found: with_host_costs(
-                    found, problem, costs, is_training=is_training
-                )[0],
-            )  # fmt: skip
+            if predicts:
+                predicted = forecast(
+                    problem, model, evidence, alignment_of(problem.m), needs, barred,
+                    is_compiled=regime in COMPILER_PADS,
+                    with_costs=lambda found: with_host_costs(
+                        found, problem, costs, is_training=is_training
+                    )[0],
+                )  # fmt: skip
             candidates = with_predicted_errors(candidates, problem, evidence)
     names = {candidate.name for candidate in candidates}
     rejected = [(name, why) for name, why in rejected if name not in names]

@@ -350,8 +350,13 @@ class Table:
                 sign = -1 if limit == "sqnr_db" else 1
                 best = min(known, key=lambda c: (sign * c.errors[limit], c.name))
                 words = f"no kernel is within {self.budget}; the most accurate is taken"
+                if best.errors_predicted:  # its error may be less than that
+                    words = (
+                        f"by bounds from other n and k no kernel is within {self.budget}; the one "
+                        "with the least is taken"
+                    )
                 return Pick(best, why_missed=lambda: words, rejected=tuple(rejected),
-                            is_too_strict=True)  # fmt: skip
+                            is_too_strict=not best.errors_predicted)  # fmt: skip
             if usable:
                 missing = (
                     f"no error is known of what was timed there: nothing is within {self.budget}"

@@ -340,6 +340,35 @@ def test_gradients_of_relus_in_products_need_no_python(
         assert same(results(model, x), expected) and not asked
 
 
+@pytest.mark.parametrize("has_gradient", [True, False])
+def test_global_hooks_that_a_module_adds_are_called_for_those_behind_it(
+    has_gradient: bool, made: list[bool]
+) -> None:
+    seen: list[str] = []
+    hooks: list[Any] = []
+
+    def hooking(module: nn.Module, _given: object, _y: object) -> None:
+        while len(hooks) > 1:
+            hooks.pop().remove()
+        add = nn.modules.module.register_module_forward_hook
+        hooks.append(add(lambda module, _given, _y: seen.append(type(module).__name__)))
+
+    model = sequence(nn.Tanh(), Linear(K, K), nn.ReLU())
+    none = [""] * len(model)
+    set_handoff(model, none, none, rectified=["", "", "", ALWAYS, ""])
+    x = rows(IDLE)
+    idle(model)
+    hooks.append(model[0].register_forward_hook(hooking))
+    made.clear()
+    try:
+        with torch.set_grad_enabled(has_gradient):
+            model(x)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert seen == ["ReLU", "Tanh", "Linear", "ReLU"] and made == [True]
+
+
 def test_several_sizes_in_turn(made: list[bool]) -> None:
     model, sizes = sequence(nn.Linear(K, 8)), [(4,), (2, 4), (2, 3)]
     given = [torch.randn(*size, K, dtype=torch.bfloat16) for size in sizes]

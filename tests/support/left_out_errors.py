@@ -44,6 +44,7 @@ def measured_and_predicted(
         monkeypatch.setattr(
             "lokakern.selection.prediction.errors.errors_or_reason", lambda *_: "left out"
         )
+        monkeypatch.setattr("lokakern.selection.prediction.errors.is_tried", lambda *_: False)
         evidence.memory.clear()
         bound = predicted_errors(row, problem, evidence)
         monkeypatch.undo()

@@ -433,7 +433,7 @@ def test_products_without_measurements_are_predicted_and_summed_apart(
     run: Run, tmp_path: Path
 ) -> None:
     path = tmp_path / "shapes.csv"
-    path.write_text("m,n,k,count\n32768,2048,2048,3\n16384,2064,2000,2\n8192,1000,20,1\n7,7,7,1\n")
+    path.write_text("m,n,k,count\n32768,2048,2048,3\n16384,2064,2000,2\n8192,20,1000,1\n7,7,7,1\n")
     _, text, _ = run("--shapes", str(path), *H200, "--json")
     found = json.loads(text)
     states = [row["state"] for row in found["layers"]]
