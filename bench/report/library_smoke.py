@@ -2,9 +2,10 @@
 
 A process imports the library, then times each of its kernels on a small supported problem and
 checks the result, as a sweep does; on a CPU, whose times say nothing, it only launches it twice.
-Kernels of a plugin also run on a problem with a bias and sizes that fill no tile, and on zeros, NaN
-and infinity. The process announces each step: if it dies or hangs, its last message names the
-kernel, and another process continues with the remaining kernels.
+Kernels of a plugin also run on a problem with a bias and sizes that fill no tile, on operands in
+other strides, on float32 if they quantize, and on zeros, NaN and infinity. The process announces
+each step: if it dies or hangs, its last message names the kernel, and another process continues
+with the remaining kernels.
 """
 
 from __future__ import annotations
@@ -340,7 +341,8 @@ def _outcome_of(kernel: Kernel, say: Say) -> str:
         cases.append(Case(problem, "X1"))
     tails: list[Case] = []
     edges: tuple[LearnedDistribution, ...] = ()
-    if libraries.named(kernel.library).is_plugin:
+    is_plugin = libraries.named(kernel.library).is_plugin
+    if is_plugin:
         if kernel.op in EDGED:
             edges = (EDGE_ROWS, ONLY_ZEROS, ONLY_TINY) if kernel.op in QUANTIZERS else (EDGE_ROWS,)
         tails += shape_cases([TAILS, (TAILS[0], TAILS[2])], fp8)
@@ -354,41 +356,74 @@ def _outcome_of(kernel: Kernel, say: Say) -> str:
     last: Case | None = None  # with the fewest elements, and a bias, of those that it supports
     for some in (cases, tails):
         for case in some:
-            try:
-                answer = kernel.supports(case.problem, device)
-            except Exception as error:
-                return f"cannot say what it supports: {_first_line(error)}"
-            if isinstance(answer, Rejected):
-                if case.problem.op == kernel.op and not idle:
-                    idle = f"{IDLE}{answer.reason} ({case.problem})"
-                continue
-            fault = _fault_at(case, kernel, device, say)
+            fault, rejected = _fault_or_rejection(case, kernel, device, say)
             if fault:
                 return fault
-            outcome, last = RIGHT, case
-            break
-    if last is not None:
-        with learned(*edges):
-            for edge in edges:
-                fault = _fault_at(replace(last, distribution=edge.name), kernel, device, say)
-                if fault:
-                    return fault
-    return outcome or idle or f"{IDLE}none was of {kernel.op}"
+            if not rejected:
+                outcome, last = RIGHT, case
+                break
+            if case.problem.op == kernel.op and not idle:
+                idle = f"{IDLE}{rejected} ({case.problem})"
+    if last is None or not is_plugin:
+        return outcome or idle or f"{IDLE}none was of {kernel.op}"
+    with learned(*edges):
+        for case, moved in _variants(last, edges):
+            fault, _ = _fault_or_rejection(case, kernel, device, say, moved)
+            if fault:
+                return fault
+    return outcome
 
 
-def _fault_at(case: Case, kernel: Kernel, device: Device, say: Say) -> str:
-    """What went wrong at a case, with the shapes of all operands and scales, or ""."""
+def _fault_or_rejection(
+    case: Case, kernel: Kernel, device: Device, say: Say, moved: str = ""
+) -> tuple[str, str]:
+    """What went wrong at a case, and why the kernel does not take it; "" for neither."""
+    try:
+        answer = kernel.supports(case.problem, device)
+    except Exception as error:
+        return f"cannot say what it supports: {_first_line(error)}", ""
+    if isinstance(answer, Rejected):
+        return "", answer.reason
+    return _fault_at(case, kernel, device, say, moved), ""
+
+
+def _variants(case: Case, edges: Sequence[LearnedDistribution]) -> Iterator[tuple[Case, str]]:
+    """What else launchers get: operands in other strides (by name), float32, and edge values."""
+    from lokakern.measure.operands import QUANTIZERS
+    from lokakern.measure.strides import MOVED, moved_problem
+
+    problem = case.problem
+    for name in MOVED.get(problem.op, ()):
+        moved = moved_problem(problem, name)
+        if moved is not None:
+            yield replace(case, problem=moved), name
+    if problem.op in QUANTIZERS:
+        x = replace(problem.a, format=Format.FLOAT32)
+        yield replace(case, problem=replace(problem, a=x)), ""
+    for edge in edges:
+        yield replace(case, distribution=edge.name), ""
+
+
+def _fault_at(case: Case, kernel: Kernel, device: Device, say: Say, moved: str = "") -> str:
+    """What went wrong at a case, with the shapes of all operands and scales, or "".
+
+    ``moved`` names an operand in other strides (`lokakern.measure.strides`).
+    """
     from lokakern.measure.time_problem import check_case, time_case
     from lokakern.selection.dispatcher import default_regime
     from lokakern.workloads.distributions import DISTRIBUTIONS
 
     values = "" if case.distribution in DISTRIBUTIONS else f" with {case.distribution}"
     named = f"{case.problem}{values}"
+    if moved:
+        tight = case.problem.a.format.is_fp8 and moved != "out"
+        rows = "columns" if moved == "b" else "rows"
+        named += f" {'without' if tight else 'with'} gaps between {rows} of {moved}"
     say(named)
-    if device.is_gpu:
+    if device.is_gpu and not moved:
         (record,) = time_case(case, [kernel], device, default_regime(device))
     else:
-        record = check_case(case, kernel, device)
+        record = check_case(case, kernel, device, moved=moved)
     if record.status == "ok":
         return ""
     reason = record.reason

@@ -37,6 +37,7 @@ from lokakern.types import (
     Granularity,
     Layout,
     Operand,
+    Problem,
     Rejected,
 )
 
@@ -421,13 +422,112 @@ def test_quantizers_of_plugins_are_tried_on_zeros_nan_infinity_and_tiny_values(
     )
     told: list[str] = []
     outcome = library_smoke._outcome_of(kernel, told.append)
-    assert len(told) == (5 if rule in ("", "least scale") else 3)
+    assert len(told) == (7 if rule in ("", "least scale") else 5)
     if not rule:
         assert outcome == library_smoke.RIGHT
         return
     values = "tiny values and an infinity" if rule == "least scale" else "rows of zeros, NaN"
     words = "quantize m=67 k=200 a=bfloat16 out=e4m3fn/row with "
     assert outcome.startswith("wrong: ") and words + values in outcome, outcome
+
+
+def taking(op: str, scales: Granularity) -> Callable[..., Accepted | Rejected]:
+    """What a kernel supports: one op, row-major by column-major, with these scales."""
+
+    def supports(problem: Problem, _device: Device) -> Accepted | Rejected:
+        usual = problem.a.layout is Layout.ROW and (
+            problem.b is None or problem.b.layout is Layout.COLUMN
+        )
+        granularity = problem.out_granularity if problem.b is None else problem.a.granularity
+        if problem.op != op or not usual or problem.prepared or granularity is not scales:
+            return Rejected("another problem")
+        return ACCEPTED
+
+    return supports
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        ("", ""),
+        ("out", "out=bfloat16/strided with gaps between rows of out"),
+        ("a", "without gaps between rows of a"),
+        ("b", "without gaps between columns of b"),
+    ],
+)
+def test_scaled_gemms_of_plugins_are_tried_on_all_strides(
+    library: Library, monkeypatch: pytest.MonkeyPatch, rule: str, words: str
+) -> None:
+    monkeypatch.setattr(libraries, "trying", "some")
+
+    def launch(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor,
+               bias: Tensor | None, _workspace: tuple[()]) -> None:  # fmt: skip
+        (m, k), n = a.shape, b.shape[1]
+        pitch = -(-k // 16) * 16  # as rows begin in what lokakern allocates
+        left, right = a.float(), b.float()
+        if rule == "a" and a.stride(0) != pitch:
+            left = left.roll(1, 0)
+        if rule == "b" and b.stride(1) != pitch:
+            right = right.roll(1, 1)
+        wide = left @ right * a_scale * b_scale
+        target = out.as_strided((m, n), (n, 1)) if rule == "out" else out
+        target.copy_(wide if bias is None else wide + bias.float())
+
+    kernel = replace(
+        kernel_of(library), op="scaled_gemm", launch=launch,
+        granularity=Granularity.ROW, b_granularity=Granularity.ROW,
+        supports_problem=taking("scaled_gemm", Granularity.ROW),
+    )  # fmt: skip
+    outcome = library_smoke._outcome_of(kernel, lambda _: None)
+    if rule:
+        assert outcome.startswith("wrong: ") and words in outcome, outcome
+    else:
+        assert outcome == library_smoke.RIGHT
+
+
+@pytest.mark.parametrize("rule", ["", "out", "a", "b"])
+def test_gemms_of_plugins_are_tried_on_slices(
+    library: Library, monkeypatch: pytest.MonkeyPatch, rule: str
+) -> None:
+    monkeypatch.setattr(libraries, "trying", "some")
+
+    def launch(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, _workspace: Any) -> None:
+        (m, k), n = a.shape, b.shape[1]
+        left = a.as_strided((m, k), (k, 1)) if rule == "a" else a
+        right = b.as_strided((k, n), (1, k)) if rule == "b" else b
+        target = out.as_strided((m, n), (n, 1)) if rule == "out" else out
+        target.copy_(left.float() @ right.float() + (0 if bias is None else bias.float()))
+
+    kernel = replace(
+        kernel_of(library), launch=launch, supports_problem=taking("gemm", Granularity.NONE)
+    )
+    outcome = library_smoke._outcome_of(kernel, lambda _: None)
+    expected = f" of {rule}: a [" if rule else library_smoke.RIGHT
+    assert expected in outcome, outcome
+
+
+@pytest.mark.parametrize("rule", ["float32", "strides"])
+def test_quantizers_of_plugins_are_tried_on_float32_and_slices(
+    library: Library, monkeypatch: pytest.MonkeyPatch, rule: str
+) -> None:
+    monkeypatch.setattr(libraries, "trying", "some")
+
+    def launch(x: Tensor, data: Tensor, scale: Tensor, _workspace: tuple[()]) -> None:
+        if rule == "float32" and x.dtype is not torch.bfloat16:
+            raise TypeError("not bfloat16")
+        read = x.as_strided(x.shape, (x.shape[1], 1)) if rule == "strides" else x
+        breaking("")(read, data, scale, ())
+
+    kernel = replace(
+        kernel_of(library), op="quantize", launch=launch,
+        supports_problem=taking("quantize", Granularity.ROW),
+    )  # fmt: skip
+    outcome = library_smoke._outcome_of(kernel, lambda _: None)
+    words = {
+        "float32": "TypeError: not bfloat16 at quantize m=67 k=200 a=float32",
+        "strides": "a=bfloat16 out=e4m3fn/row with gaps between rows of x: x [67, 200]",
+    }
+    assert words[rule] in outcome, outcome
 
 
 def test_absent_and_unsuitable_libraries_are_reported() -> None:
