@@ -22,6 +22,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from lokakern import numerics
+from lokakern.bench.cli import sweep
 from lokakern.bench.cli.main import app
 from lokakern.bench.report import library_smoke, listing
 from lokakern.device import current_device
@@ -397,6 +398,23 @@ def test_a_trial_in_the_interpreter_holds_only_there(
     assert reason(kernel_of(library), here) == f"some {words}"
     libraries.keep_trial(library, here, Trial(right=1))
     assert libraries.trial_of(library, here) == Trial(right=1)
+
+
+def test_prebuild_says_that_a_plugin_was_tried_in_the_interpreter_only(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(libraries, "plugins", lambda: {"some": library})
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    libraries.keep_trial(library, current_device(), Trial(right=1))
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert sweep._why_none([], H200, ["some."]) == (
+        "some was tried in the interpreter only: try it on NVIDIA H200; "
+    )
+
+
+@pytest.mark.parametrize("name", ["AMD Instinct MI300X", "mi300x", "NVIDIA B200", "NVIDIA H200"])
+def test_kernels_are_compiled_for_gpus_that_nobody_measured(name: str) -> None:
+    assert name.upper().split()[-1] in sweep._compiled_for(name).product
 
 
 def breaking(rule: str) -> Callable[..., None]:
