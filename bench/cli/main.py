@@ -23,7 +23,7 @@ from lokakern.bench.cli.fit import fit
 from lokakern.bench.cli.host import host
 from lokakern.bench.cli.model import model
 from lokakern.bench.cli.new_kernel import new_kernel
-from lokakern.bench.cli.options import EXIT_CODES, OutputFormat, reading, say, says_errors
+from lokakern.bench.cli.options import EXIT_CODES, ExitCode, OutputFormat, reading, say, says_errors
 from lokakern.bench.cli.report import report
 from lokakern.bench.cli.sweep import sweep
 from lokakern.bench.cli.tune import tune
@@ -89,11 +89,13 @@ def list_(
     Coverage shows for each op and suite the number of problems with a time of every kernel, and the
     number of rows that are fresh, usable (the toolchain differs) or stale (the kernel changed), of
     the shipped files and the database together; `describe` shows one database alone.
-    Libraries that fail or were never tried are tried first. --device goes with device and coverage.
+    Libraries that fail or were never tried are tried first; the exit code is 5 if a plugin or a
+    kernel of one fails. --device goes with device and coverage.
     """
     from lokakern.bench.report import library_smoke, listing
     from lokakern.bench.report.resources import NOTE, resource_rows
     from lokakern.device import current_device
+    from lokakern.registry.libraries import plugins
     from lokakern.render.terminal import print_rows
 
     brief = how is OutputFormat.TABLE
@@ -116,6 +118,10 @@ def list_(
     if only is not None:
         rows = [row for row in rows if row["library"] == only]
     print_rows(rows, how, note=NOTE if resources else "", spare=("why",))
+    if what is Listing.LIBRARIES and any(
+        row["library"] in plugins() and row["state"] in library_smoke.FAULTY for row in rows
+    ):
+        raise typer.Exit(ExitCode.NOT_OK)
 
 
 for name, command in {

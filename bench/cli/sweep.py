@@ -14,7 +14,7 @@ import typer
 
 from lokakern.bench.cli import options
 from lokakern.bench.cli.options import ExitCode, OutputFormat, say, says_errors
-from lokakern.errors import DatabaseError, MeasurementError, UnknownNameError
+from lokakern.errors import DatabaseError, DeviceError, MeasurementError, UnknownNameError
 
 if TYPE_CHECKING:
     from lokakern.registry.snapshot.loading import SweepDatabase
@@ -147,7 +147,6 @@ def sweep(
     from lokakern.bench.cli.fit import write_model
     from lokakern.bench.report import library_smoke
     from lokakern.bench.report.summary import summary_rows
-    from lokakern.build.prebuild import gpu_named
     from lokakern.device import current_device
     from lokakern.registry.register import load_tried
     from lokakern.registry.snapshot.loading import SweepDatabase
@@ -176,7 +175,7 @@ def sweep(
         raise typer.BadParameter("goes without --prebuild", param_hint="--fit")
     fitted = options.file_of(str(_target(db)), "--fit") if fit else None
     take_gpu()
-    device = gpu_named(device_name) if prebuild else current_device()
+    device = _compiled_for(device_name) if prebuild else current_device()
 
     @functools.cache
     def read() -> SweepDatabase:
@@ -363,11 +362,62 @@ def _checked(
         if not cases:
             raise UnknownNameError(f"no problem of {name} meets {where!r}")
     if kernels and not any(candidates(case.problem, device, kernels) for case in cases):
+        why = _why_none(cases, device, kernels) or did_you_mean(kernels[0], KERNELS)
         raise UnknownNameError(
             f"--kernel is {', '.join(kernels)}; no kernel that accepts these problems has such a "
-            f"name; {did_you_mean(kernels[0], KERNELS)}`list kernels` shows all"
+            f"name; {why}`list kernels` shows all"
         )
     return cases
+
+
+def _why_none(cases: Sequence[Case], device: Device, words: Sequence[str]) -> str:
+    """Why the named plugin, or a kernel with one of the words, accepts none of the cases, or ""."""
+    from lokakern.device import current_device
+    from lokakern.registry import libraries
+    from lokakern.registry.register import KERNELS
+    from lokakern.types import Rejected
+
+    for word in words:
+        plugin = libraries.plugins().get(word.partition(".")[0])
+        why = None if plugin is None else libraries.why_not_tried(plugin, current_device())
+        if why is not None:
+            if device != current_device():  # no interpreter compiles
+                why = why.replace(f": {libraries.INTERPRET}", f": try it on {device}")
+            return f"{why}; "
+    for name, kernel in sorted(KERNELS.items()):
+        if any(word in name for word in words):
+            if not kernel.runs_on(device):
+                return f"{name} does not run on {device} ({device.architecture}); "
+            for case in cases:
+                if case.problem.op == kernel.op:
+                    answer = kernel.supports(case.problem, device)
+                    if isinstance(answer, Rejected):
+                        return f"{name}: {answer.reason} ({case.problem}); "
+    return ""
+
+
+def _compiled_for(name: str | None) -> Device:
+    """A GPU type that was measured, or one of data sheets: compiling needs no measurements."""
+    from lokakern.build.prebuild import gpu_named
+    from lokakern.selection import dispatcher
+    from lokakern.types import Device
+    from lokakern.what_if.devices import DEVICES, device_named
+
+    # Nothing predicts times of a MI300X; it has 304 CUs and 192 GiB.
+    absent = (*DEVICES, Device("amd", "AMD Instinct MI300X", "gfx942", 304, 192))
+    try:
+        return gpu_named(name)
+    except DeviceError:
+        if name is None:
+            raise
+        found = device_named(name, absent)
+        if found is None:
+            measured = {d.product for d in dispatcher.snapshot().devices if d.is_gpu}
+            products = sorted(measured | {d.product for d in absent})
+            raise DeviceError(
+                f"device {name!r} is unknown; kernels compile for {', '.join(map(repr, products))}"
+            ) from None
+        return found
 
 
 def _prebuild(

@@ -2,9 +2,10 @@
 
 A process imports the library, then times each of its kernels on a small supported problem and
 checks the result, as a sweep does; on a CPU, whose times say nothing, it only launches it twice.
-Kernels of a plugin also run on a problem with a bias and sizes that fill no tile, and on zeros, NaN
-and infinity. The process announces each step: if it dies or hangs, its last message names the
-kernel, and another process continues with the remaining kernels.
+Kernels of a plugin also run on a problem with a bias and sizes that fill no tile, on operands in
+other strides, on float32 if they quantize, and on zeros, NaN and infinity. The process announces
+each step: if it dies or hangs, its last message names the kernel, and another process continues
+with the remaining kernels.
 """
 
 from __future__ import annotations
@@ -37,13 +38,14 @@ if TYPE_CHECKING:
     from lokakern.workloads.distributions import LearnedDistribution
     from lokakern.workloads.gemm_cases import Case
 
-# Longest silence, in seconds: a library may compile its kernels at the first launch.
-PATIENCE_S = 300.0
+# Longest silence, in seconds: on a GPU a library may compile its kernels at the first launch.
+GPU_PATIENCE_S, CPU_PATIENCE_S = 300.0, 60.0
 POLL_S = 0.2
 Say = Callable[[str], None]
 MOST_PROCESSES = 16  # crashed processes per library
 LONGEST_WORD = 8192  # bytes
 UNTRIED = ("untried", "changed, untried")
+FAULTY = ("broken", "partly")
 RIGHT, IDLE = "right", "idle: "  # outcomes of a kernel; others are faults. IDLE and the reason
 # A kernel runs the first supported one: one tile of most kernels, a usual layer, long sums.
 SHAPES = ((256, 256, 256), (64, 64, 128), (2048, 512, 512), (128, 128, 8192))
@@ -52,6 +54,11 @@ BACKWARD = (2048, 512, 256)  # for gradients and batches, if a kernel supports n
 NO_GPU = "0 active drivers"  # says Triton without one
 EPILOGUES = ("bias+layer+affine", "block_rms(64)+hardswish")
 NORMS = ("layer+affine", "rms+affine")  # rowwise norms with bfloat16 output
+# Scales of a and b with which a gemm may quantize inside.
+QUANTIZED_BY = (
+    (Granularity.ROW, Granularity.ROW), (Granularity.TENSOR, Granularity.TENSOR),
+    (Granularity.GROUP, Granularity.BLOCK), (Granularity.BLOCK, Granularity.BLOCK),
+)  # fmt: skip
 # Ops whose contract says what becomes of zeros, NaN and infinity.
 EDGED = ("quantize", "quantize_transpose", "scaled_gemm")
 
@@ -67,7 +74,8 @@ def state_of(library: Library, device: Device) -> tuple[str, str]:
     """The state of a library on a device, and why.
 
     States are "not installed", "unsuitable" (unsupported version), "untried", "changed, untried"
-    (tried in another version or state), "broken", "partly" (some kernels are broken), and "usable".
+    (tried in another version or state), "broken" (no kernel was right), "partly" (some kernels are
+    broken), and "usable".
     """
     absent = library.why_not_here()
     trial = libraries.trial_of(library, device) if absent is None else None
@@ -82,7 +90,8 @@ def state_of(library: Library, device: Device) -> tuple[str, str]:
     if trial.why:
         return "broken", trial.why
     if trial.kernels:
-        return "partly", "; ".join(f"{name}: {why}" for name, why in sorted(trial.kernels.items()))
+        state = "partly" if trial.right or trial.idle else "broken"
+        return state, "; ".join(f"{name}: {why}" for name, why in sorted(trial.kernels.items()))
     why = "tried: it imports, and "
     faultless = [k.name for k in KERNELS.values() if k.library == library.name
                  and not k.parts and k.name not in trial.idle]  # fmt: skip
@@ -116,24 +125,26 @@ def doubtful(device: Device, only: str | None = None) -> list[Library]:
     names = [library.name for library in found]
     if only is not None and only not in names:
         raise UnknownNameError(f"library {only!r} is unknown; expected one of {', '.join(names)}")
-    states = (*UNTRIED, "broken", "partly")
+    states = (*UNTRIED, *FAULTY)
     return [library for library in found
             if only in (None, library.name) and state_of(library, device)[0] in states]  # fmt: skip
 
 
-def try_all(wanted: Sequence[Library], say: Say, patience_s: float = PATIENCE_S) -> None:
+def try_all(wanted: Sequence[Library], say: Say, patience_s: float | None = None) -> None:
     """Try libraries on this device in turn, and store the results.
 
     Args:
         wanted: Installed libraries.
         say: Called with a line before each, and before each problem of a kernel.
-        patience_s: Longest silence of a process, in seconds.
+        patience_s: Longest silence of a process, in seconds; None means 300 on a GPU, 60 on a CPU.
     """
     for library in wanted:
         device = current_device()
+        if patience_s is None:
+            patience_s = GPU_PATIENCE_S if device.is_gpu else CPU_PATIENCE_S
         again = " again (it changed)" if libraries.is_changed(library, device) else ""
         say(f"trying {library.name}{again}: it is imported, and each kernel launched, in another "
-            "process")  # fmt: skip
+            f"process; each step takes at most {patience_s:g} s")  # fmt: skip
         libraries.keep_trial(library, device, _try(library, patience_s, say))
     if wanted:
         register.load_tried()
@@ -185,18 +196,20 @@ def _run(name: str, done: tuple[str, ...], patience_s: float, say: Say) -> _End:
         os.close(writing)
         os.close(sentinel)
         kernels: dict[str, str] = {}
-        at = ""
+        at = problem = ""
         try:
             for word in _words(pipe, process, patience_s):
                 match word:
                     case ["launch", str(kernel)]:
-                        at = kernel
-                    case ["try", str(problem)]:
-                        say(f"  {at}: {libraries.words_of(problem)}")
+                        at, problem = kernel, ""
+                    case ["try", str(named)]:
+                        problem = f" at {libraries.words_of(named)}"
+                        say(f"  {at}: {libraries.words_of(named)}")
                     case ["done", str(kernel), str(why)]:
                         at, kernels[kernel] = "", libraries.words_of(why)
                     case ["end", str(why)]:
-                        return _End(kernels, libraries.words_of(why), at)
+                        where = problem if at else ""
+                        return _End(kernels, libraries.words_of(f"{why}{where}"), at)
             silent = False
         except TimeoutError:
             silent = True
@@ -205,7 +218,7 @@ def _run(name: str, done: tuple[str, ...], patience_s: float, say: Say) -> _End:
                 os.killpg(process.pid, signal.SIGKILL)  # with its children
             code_of_exit = process.wait()
         how = f"no sign of life for {patience_s:g} s" if silent else _words_of_exit(code_of_exit)
-        step = f"when {at} was launched" if at else "when it was imported"
+        step = f"when {at} was launched{problem}" if at else "when it was imported"
         return _End(kernels, libraries.words_of(f"{how} {step}{_last_line(printed)}"), at)
 
 
@@ -340,7 +353,8 @@ def _outcome_of(kernel: Kernel, say: Say) -> str:
         cases.append(Case(problem, "X1"))
     tails: list[Case] = []
     edges: tuple[LearnedDistribution, ...] = ()
-    if libraries.named(kernel.library).is_plugin:
+    is_plugin = libraries.named(kernel.library).is_plugin
+    if is_plugin:
         if kernel.op in EDGED:
             edges = (EDGE_ROWS, ONLY_ZEROS, ONLY_TINY) if kernel.op in QUANTIZERS else (EDGE_ROWS,)
         tails += shape_cases([TAILS, (TAILS[0], TAILS[2])], fp8)
@@ -354,46 +368,95 @@ def _outcome_of(kernel: Kernel, say: Say) -> str:
     last: Case | None = None  # with the fewest elements, and a bias, of those that it supports
     for some in (cases, tails):
         for case in some:
-            try:
-                answer = kernel.supports(case.problem, device)
-            except Exception as error:
-                return f"cannot say what it supports: {_first_line(error)}"
-            if isinstance(answer, Rejected):
-                if case.problem.op == kernel.op and not idle:
-                    idle = f"{IDLE}{answer.reason} ({case.problem})"
-                continue
-            fault = _fault_at(case, kernel, device, say)
+            fault, rejected = _fault_or_rejection(case, kernel, device, say)
             if fault:
                 return fault
-            outcome, last = RIGHT, case
-            break
-    if last is not None:
-        with learned(*edges):
-            for edge in edges:
-                fault = _fault_at(replace(last, distribution=edge.name), kernel, device, say)
-                if fault:
-                    return fault
-    return outcome or idle or f"{IDLE}none was of {kernel.op}"
+            if not rejected:
+                outcome, last = RIGHT, case
+                break
+            if case.problem.op == kernel.op and not idle:
+                idle = f"{IDLE}{rejected} ({case.problem})"
+    if last is None or not is_plugin:
+        return outcome or idle or f"{IDLE}none was of {kernel.op}"
+    with learned(*edges):
+        for case, moved in _variants(last, edges):
+            fault, _ = _fault_or_rejection(case, kernel, device, say, moved)
+            if fault:
+                return fault
+    return outcome
 
 
-def _fault_at(case: Case, kernel: Kernel, device: Device, say: Say) -> str:
-    """What went wrong at a case, with the shapes of all operands and scales, or ""."""
+def _fault_or_rejection(
+    case: Case, kernel: Kernel, device: Device, say: Say, moved: str = ""
+) -> tuple[str, str]:
+    """What went wrong at a case, and why the kernel does not take it; "" for neither."""
+    try:
+        answer = kernel.supports(case.problem, device)
+    except Exception as error:
+        return f"cannot say what it supports: {_first_line(error)}", ""
+    if isinstance(answer, Rejected):
+        return "", answer.reason
+    return _fault_at(case, kernel, device, say, moved), ""
+
+
+def _variants(case: Case, edges: Sequence[LearnedDistribution]) -> Iterator[tuple[Case, str]]:
+    """What else launchers get: operands in other strides (by name), float32, and edge values."""
+    from lokakern.measure.operands import QUANTIZERS
+    from lokakern.measure.strides import MOVED, moved_problem
+
+    problem = case.problem
+    for name in MOVED.get(problem.op, ()):
+        moved = moved_problem(problem, name)
+        if moved is not None:
+            yield replace(case, problem=moved), name
+    if problem.op in QUANTIZERS:
+        x = replace(problem.a, format=Format.FLOAT32)
+        yield replace(case, problem=replace(problem, a=x)), ""
+    for edge in edges:
+        yield replace(case, distribution=edge.name), ""
+
+
+def _fault_at(case: Case, kernel: Kernel, device: Device, say: Say, moved: str = "") -> str:
+    """What went wrong at a case, with the shapes of all operands and scales, or "".
+
+    ``moved`` names an operand in other strides (`lokakern.measure.strides`).
+    """
     from lokakern.measure.time_problem import check_case, time_case
     from lokakern.selection.dispatcher import default_regime
     from lokakern.workloads.distributions import DISTRIBUTIONS
 
     values = "" if case.distribution in DISTRIBUTIONS else f" with {case.distribution}"
     named = f"{case.problem}{values}"
+    if moved:
+        tight = case.problem.a.format.is_fp8 and moved != "out"
+        rows = "columns" if moved == "b" else "rows"
+        named += f" {'without' if tight else 'with'} gaps between {rows} of {moved}"
     say(named)
-    if device.is_gpu:
+    if device.is_gpu and not moved:
         (record,) = time_case(case, [kernel], device, default_regime(device))
     else:
-        record = check_case(case, kernel, device)
+        record = check_case(case, kernel, device, moved=moved)
     if record.status == "ok":
         return ""
     reason = record.reason
     if NO_GPU in reason and not is_interpreted():
         reason = f"Triton finds no GPU: {libraries.INTERPRET} to run its kernels on a CPU"
+    if record.status == "wrong" and kernel.op == "gemm" and kernel.granularity is Granularity.NONE:
+        reason += _undeclared(case, kernel, device)
     operands = named_operands(case.problem).items()
     shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in operands)
     return f"{record.status}: {reason[: LONGEST_WHY // 2]} at {named}: {shapes}"
+
+
+def _undeclared(case: Case, kernel: Kernel, device: Device) -> str:
+    """The scales with which a gemm would be right had it declared that it quantizes, or ""."""
+    from lokakern.measure.time_problem import check_case
+
+    bound = max(kernel.kernel_err_bound, register.PROMOTED_KERNEL_ERR_BOUND)
+    for a, b in QUANTIZED_BY:
+        declared = replace(kernel, granularity=a, b_granularity=b, kernel_err_bound=bound)
+        if check_case(case, declared, device).status == "ok":
+            words = f"granularity=Granularity.{a.name}"
+            words += "" if a is b else f", b_granularity=Granularity.{b.name}"
+            return f" (a gemm that quantizes inside declares it: {words})"
+    return ""

@@ -10,6 +10,7 @@ from lokakern.device import current_device
 from lokakern.measure import timing
 from lokakern.measure.norm_operands import operands_of
 from lokakern.measure.operands import Operands
+from lokakern.measure.strides import move
 from lokakern.measure.timing import Contender, faults_of, status_and_reason
 from lokakern.registry.register import Kernel
 from lokakern.registry.schema.records import TimingRecord
@@ -120,7 +121,9 @@ def time_case(
     return records
 
 
-def check_case(case: Case, kernel: Kernel, device: Device, *, seed: int = 0) -> TimingRecord:
+def check_case(
+    case: Case, kernel: Kernel, device: Device, *, seed: int = 0, moved: str = ""
+) -> TimingRecord:
     """Launch a kernel twice on one set of operands and check its outputs, without times.
 
     The second launch finds a workspace that the first one left.
@@ -130,6 +133,7 @@ def check_case(case: Case, kernel: Kernel, device: Device, *, seed: int = 0) -> 
         kernel: A kernel that accepts the problem.
         device: The device type here.
         seed: Seed of operands.
+        moved: Name of an operand in other strides, see `lokakern.measure.strides`.
 
     Returns:
         A record with a status and a reason.
@@ -143,6 +147,8 @@ def check_case(case: Case, kernel: Kernel, device: Device, *, seed: int = 0) -> 
         operands = operands_of(
             case.problem, case.distribution, where, device, cold=False, seed=seed
         )
+        if moved:
+            move(operands, moved)
         fingerprint = operands.fingerprint()
         contender.calls = contender_of(operands, kernel).calls
         contender.run_all()

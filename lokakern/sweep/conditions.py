@@ -7,6 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lokakern.problems import ACCURACY_ROWS
+from lokakern.triton_interpreter import is_interpreted
+
 BUSY = 0.25  # share of all cores that others use
 FEWEST = 8  # times, or problems, to judge by
 UNSTEADY_SHARE = 0.25  # of times; of 56847 on idle H200s and H100s two were unsteady
@@ -100,3 +103,12 @@ def duration(seconds: float) -> str:
         return f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest} s" if minutes < 10 else f"{minutes} min"
+
+
+def estimate_words(seconds: float, *, has_errors: bool) -> str:
+    """An estimate of a sweep, "about 3 s"; Triton's interpreter takes minutes for 2048 rows."""
+    unknown = has_errors and is_interpreted()
+    return f"about {duration(seconds)}" + (
+        f", without errors in Triton's interpreter, which launches {ACCURACY_ROWS} rows for them: "
+        "minutes (--errors none leaves them out)" if unknown else ""
+    )  # fmt: skip

@@ -28,7 +28,7 @@ from lokakern.registry.schema.records import TimingRecord
 from lokakern.selection.dispatcher import default_regime
 from lokakern.selection.ties import is_unsteady
 from lokakern.sweep import cost
-from lokakern.sweep.conditions import FirstTasks, OtherLoad, duration
+from lokakern.sweep.conditions import FirstTasks, OtherLoad, estimate_words
 from lokakern.sweep.plan import Found, Plan, digest_of, harness_digest, kernels_digest
 from lokakern.sweep.plan import candidates as candidates
 from lokakern.sweep.ranks import Share, SingleRank
@@ -243,7 +243,7 @@ def sweep(
     progress.note(
         f"{count} times at {len(todo)} problems and "
         f"{'at most ' if errors == 'needed' and todo else ''}{len(left)} errors: "
-        f"about {duration(report.estimated_s)}"
+        f"{estimate_words(report.estimated_s, has_errors=bool(left))}"
         + (f" on {ranks.world} ranks" if ranks.world > 1 else "")
     )
     if ranks.world == 1 and (words := load.words()):  # ranks are others to each other

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from lokakern.types import Device
 from lokakern.what_if.formats import FORMATS, WhatIf
@@ -26,10 +27,10 @@ def formats_of(device: Device) -> tuple[WhatIf, ...]:
     return *(FORMATS[name] for name in DEVICES[device]), *weights
 
 
-def device_named(name: str) -> Device | None:
+def device_named(name: str, among: Iterable[Device] = tuple(DEVICES)) -> Device | None:
     """The device whose product has all words of a name, such as "b200"; None without one."""
     words = _words(name)
-    found = [device for device in DEVICES if words and words <= _words(device.product)]
+    found = [device for device in among if words and words <= _words(device.product)]
     return found[0] if len(found) == 1 else None
 
 

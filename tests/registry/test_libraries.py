@@ -19,9 +19,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from typer.testing import CliRunner
 
 from lokakern import numerics
-from lokakern.bench.report import library_smoke
+from lokakern.bench.cli import sweep
+from lokakern.bench.cli.main import app
+from lokakern.bench.report import library_smoke, listing
 from lokakern.device import current_device
 from lokakern.problems import make_problem
 from lokakern.registry import digests, libraries, register
@@ -37,6 +40,7 @@ from lokakern.types import (
     Granularity,
     Layout,
     Operand,
+    Problem,
     Rejected,
 )
 
@@ -66,8 +70,11 @@ BROKEN = {
               "ValueError: kernel 'twice.multiply' is registered twice"),
 }  # fmt: skip
 FAULTY = {
-    "dies_launched": ("ctypes.string_at(8)", "multiply: the process was killed by SIGSEGV when"),
-    "exits_launched": ("raise SystemExit(3)", "multiply: SystemExit: 3"),
+    "dies_launched": (
+        "ctypes.string_at(8)",
+        "the process was killed by SIGSEGV when dies_launched.multiply was launched at gemm m=",
+    ),
+    "exits_launched": ("raise SystemExit(3)", "multiply: SystemExit: 3 at gemm m="),
     "is_wrong": ("out.zero_()", "multiply: wrong: "),
 }
 
@@ -106,8 +113,8 @@ SWEEP = ("-m", "lokakern.bench", "sweep", "--shape", "16,64,64", "--grade", "qui
          "none", "--quiet", "--json")  # fmt: skip
 
 
-def libraries_listed(run: Run) -> dict[str, dict[str, Any]]:
-    return {row["library"]: row for row in json.loads(run(*LIST).stdout)}
+def libraries_listed(run: Run, code: int = 0) -> dict[str, dict[str, Any]]:
+    return {row["library"]: row for row in json.loads(run(*LIST, code=code).stdout)}
 
 
 @pytest.mark.rest
@@ -179,7 +186,7 @@ def test_broken_plugins_are_named_and_stop_nothing(tmp_path: Path) -> None:
     lines = one.stderr.splitlines()
     assert lines[0].startswith("trying works: ") and lines[1].startswith("  works.multiply: gemm m")
     assert "'nothing' is unknown; expected one of" in run(*LIST, "--only", "nothing", code=2).stderr
-    found = libraries_listed(run)
+    found = libraries_listed(run, code=5)
     for state, expected in (("broken", BROKEN), ("partly", FAULTY)):
         for name, (_, words) in expected.items():
             assert (found[name]["state"], words in found[name]["why"]) == (state, True), found[name]
@@ -214,10 +221,10 @@ def test_plugins_that_pass_their_trial_and_break_later_stop_nothing(tmp_path: Pa
     entry = tmp_path / "named_as_ours-1.0.dist-info" / "entry_points.txt"
     entry.write_text("[lokakern.kernels]\ncuda = named_as_ours\n")
     run = runner(tmp_path, [tmp_path])
-    table = run("-m", "lokakern.bench", "list", "libraries").stdout
+    table = run("-m", "lokakern.bench", "list", "libraries", code=5).stdout
     assert "ValueError: [/bold]" in table and "ValueError: a   b" in table
     assert "ValueError: epilogues is None; expected a set of names" in table
-    found = libraries_listed(run)
+    found = libraries_listed(run, code=5)
     assert found["raises_at_17"]["state"] == "usable"
     assert found["reads_arguments"]["why"] == "SystemExit: 2"  # it was right when it was tried
     assert found["nameless"]["state"] == "not installed" and "cuda" not in found
@@ -331,6 +338,8 @@ def test_a_kernel_counts_where_its_library_was_tried(library: Library) -> None:
     assert reason(kernel, here) is None and library_smoke.state_of(library, here)[0] == "usable"
     libraries.keep_trial(library, here, Trial("", {"some.kernel": "wrong: 9 > 1"}))
     assert reason(kernel, here) == "wrong: 9 > 1"
+    assert library_smoke.state_of(library, here) == ("broken", "some.kernel: wrong: 9 > 1")
+    libraries.keep_trial(library, here, Trial("", {"some.kernel": "wrong: 9 > 1"}, right=1))
     assert library_smoke.state_of(library, here) == ("partly", "some.kernel: wrong: 9 > 1")
     libraries.keep_trial(library, here, Trial(right=1, idle={"some.kernel": "no FP8 (gemm m=1)"}))
     assert reason(kernel, here) is None  # a sweep tells whether it is right where it takes some
@@ -391,6 +400,23 @@ def test_a_trial_in_the_interpreter_holds_only_there(
     assert libraries.trial_of(library, here) == Trial(right=1)
 
 
+def test_prebuild_says_that_a_plugin_was_tried_in_the_interpreter_only(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(libraries, "plugins", lambda: {"some": library})
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    libraries.keep_trial(library, current_device(), Trial(right=1))
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert sweep._why_none([], H200, ["some."]) == (
+        "some was tried in the interpreter only: try it on NVIDIA H200; "
+    )
+
+
+@pytest.mark.parametrize("name", ["AMD Instinct MI300X", "mi300x", "NVIDIA B200", "NVIDIA H200"])
+def test_kernels_are_compiled_for_gpus_that_nobody_measured(name: str) -> None:
+    assert name.upper().split()[-1] in sweep._compiled_for(name).product
+
+
 def breaking(rule: str) -> Callable[..., None]:
     """A launcher of quantizers that keeps all rules of the contract but one."""
 
@@ -421,13 +447,154 @@ def test_quantizers_of_plugins_are_tried_on_zeros_nan_infinity_and_tiny_values(
     )
     told: list[str] = []
     outcome = library_smoke._outcome_of(kernel, told.append)
-    assert len(told) == (5 if rule in ("", "least scale") else 3)
+    assert len(told) == (7 if rule in ("", "least scale") else 5)
     if not rule:
         assert outcome == library_smoke.RIGHT
         return
     values = "tiny values and an infinity" if rule == "least scale" else "rows of zeros, NaN"
     words = "quantize m=67 k=200 a=bfloat16 out=e4m3fn/row with "
     assert outcome.startswith("wrong: ") and words + values in outcome, outcome
+
+
+def taking(op: str, scales: Granularity) -> Callable[..., Accepted | Rejected]:
+    """What a kernel supports: one op, row-major by column-major, with these scales."""
+
+    def supports(problem: Problem, _device: Device) -> Accepted | Rejected:
+        usual = problem.a.layout is Layout.ROW and (
+            problem.b is None or problem.b.layout is Layout.COLUMN
+        )
+        granularity = problem.out_granularity if problem.b is None else problem.a.granularity
+        if problem.op != op or not usual or problem.prepared or granularity is not scales:
+            return Rejected("another problem")
+        return ACCEPTED
+
+    return supports
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        ("", ""),
+        ("out", "out=bfloat16/strided with gaps between rows of out"),
+        ("a", "without gaps between rows of a"),
+        ("b", "without gaps between columns of b"),
+    ],
+)
+def test_scaled_gemms_of_plugins_are_tried_on_all_strides(
+    library: Library, monkeypatch: pytest.MonkeyPatch, rule: str, words: str
+) -> None:
+    monkeypatch.setattr(libraries, "trying", "some")
+
+    def launch(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor,
+               bias: Tensor | None, _workspace: tuple[()]) -> None:  # fmt: skip
+        (m, k), n = a.shape, b.shape[1]
+        pitch = -(-k // 16) * 16  # as rows begin in what lokakern allocates
+        left, right = a.float(), b.float()
+        if rule == "a" and a.stride(0) != pitch:
+            left = left.roll(1, 0)
+        if rule == "b" and b.stride(1) != pitch:
+            right = right.roll(1, 1)
+        wide = left @ right * a_scale * b_scale
+        target = out.as_strided((m, n), (n, 1)) if rule == "out" else out
+        target.copy_(wide if bias is None else wide + bias.float())
+
+    kernel = replace(
+        kernel_of(library), op="scaled_gemm", launch=launch,
+        granularity=Granularity.ROW, b_granularity=Granularity.ROW,
+        supports_problem=taking("scaled_gemm", Granularity.ROW),
+    )  # fmt: skip
+    outcome = library_smoke._outcome_of(kernel, lambda _: None)
+    if rule:
+        assert outcome.startswith("wrong: ") and words in outcome, outcome
+    else:
+        assert outcome == library_smoke.RIGHT
+
+
+@pytest.mark.parametrize("rule", ["", "out", "a", "b"])
+def test_gemms_of_plugins_are_tried_on_slices(
+    library: Library, monkeypatch: pytest.MonkeyPatch, rule: str
+) -> None:
+    monkeypatch.setattr(libraries, "trying", "some")
+
+    def launch(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, _workspace: Any) -> None:
+        (m, k), n = a.shape, b.shape[1]
+        left = a.as_strided((m, k), (k, 1)) if rule == "a" else a
+        right = b.as_strided((k, n), (1, k)) if rule == "b" else b
+        target = out.as_strided((m, n), (n, 1)) if rule == "out" else out
+        target.copy_(left.float() @ right.float() + (0 if bias is None else bias.float()))
+
+    kernel = replace(
+        kernel_of(library), launch=launch, supports_problem=taking("gemm", Granularity.NONE)
+    )
+    outcome = library_smoke._outcome_of(kernel, lambda _: None)
+    expected = f" of {rule}: a [" if rule else library_smoke.RIGHT
+    assert expected in outcome, outcome
+
+
+@pytest.mark.parametrize("rule", ["float32", "strides"])
+def test_quantizers_of_plugins_are_tried_on_float32_and_slices(
+    library: Library, monkeypatch: pytest.MonkeyPatch, rule: str
+) -> None:
+    monkeypatch.setattr(libraries, "trying", "some")
+
+    def launch(x: Tensor, data: Tensor, scale: Tensor, _workspace: tuple[()]) -> None:
+        if rule == "float32" and x.dtype is not torch.bfloat16:
+            raise TypeError("not bfloat16")
+        read = x.as_strided(x.shape, (x.shape[1], 1)) if rule == "strides" else x
+        breaking("")(read, data, scale, ())
+
+    kernel = replace(
+        kernel_of(library), op="quantize", launch=launch,
+        supports_problem=taking("quantize", Granularity.ROW),
+    )  # fmt: skip
+    outcome = library_smoke._outcome_of(kernel, lambda _: None)
+    words = {
+        "float32": "TypeError: not bfloat16 at quantize m=67 k=200 a=float32",
+        "strides": "a=bfloat16 out=e4m3fn/row with gaps between rows of x: x [67, 200]",
+    }
+    assert words[rule] in outcome, outcome
+
+
+def test_a_gemm_that_quantizes_inside_is_told_to_declare_it(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(libraries, "trying", "some")
+
+    def launch(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, _workspace: Any) -> None:
+        left, right = (
+            numerics.dequantize(numerics.quantize(x, Format.E4M3FN, Granularity.ROW), torch.float32)
+            for x in (a, b.t())
+        )
+        out.copy_(left @ right.t() + (0 if bias is None else bias.float()))
+
+    kernel = replace(
+        kernel_of(library), launch=launch, supports_problem=taking("gemm", Granularity.NONE)
+    )
+    hint = "(a gemm that quantizes inside declares it: granularity=Granularity.ROW) at gemm m="
+    assert hint in library_smoke._outcome_of(kernel, lambda _: None)
+    declared = replace(kernel, granularity=Granularity.ROW, b_granularity=Granularity.ROW)
+    assert library_smoke._outcome_of(declared, lambda _: None) == library_smoke.RIGHT
+
+
+def test_a_trial_says_its_limit(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library_smoke, "_try", lambda *_: Trial(right=1))
+    told: list[str] = []
+    library_smoke.try_all([library], told.append)
+    seconds = 300 if current_device().is_gpu else 60
+    assert told[0].endswith(f"in another process; each step takes at most {seconds} s")
+
+
+@pytest.mark.parametrize(("state", "code"), [("usable", 0), ("partly", 5), ("broken", 5)])
+def test_list_libraries_exits_with_5_where_a_kernel_of_a_plugin_failed(
+    library: Library, monkeypatch: pytest.MonkeyPatch, state: str, code: int
+) -> None:
+    row = {"library": "some", "version": "1", "state": state, "won": 0, "why": ""}
+    monkeypatch.setattr(library_smoke, "doubtful", lambda *_: [])
+    monkeypatch.setattr(listing, "rows_of", lambda *_, **__: [row])
+    command = ["list", "libraries"]
+    assert CliRunner().invoke(app, command).exit_code == 0  # an adapter
+    monkeypatch.setattr(libraries, "plugins", lambda: {"some": library})
+    assert CliRunner().invoke(app, command).exit_code == code
 
 
 def test_absent_and_unsuitable_libraries_are_reported() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lokakern.sweep import conditions
-from lokakern.sweep.conditions import FEWEST, FirstTasks, OtherLoad
+from lokakern.sweep.conditions import FEWEST, FirstTasks, OtherLoad, estimate_words
 
 
 def told(costs: list[float], *tasks: tuple[float, list[bool]], ranks: int = 1) -> list[str]:
@@ -52,3 +52,14 @@ def test_a_machine_that_others_use_is_called_busy(
 def test_the_load_of_this_machine_can_be_read() -> None:
     busy, passed, own = conditions._seconds() or (0.0, 0.0, 0.0)
     assert passed >= busy >= 0.0 and own > 0.0
+
+
+def test_errors_under_the_interpreter_are_not_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert estimate_words(0.1, has_errors=False) == "about 0 s"
+    words = estimate_words(0.1, has_errors=True)
+    assert words.startswith(
+        "about 0 s, without errors in Triton's interpreter, which launches 2048"
+    )
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert estimate_words(0.1, has_errors=True) == "about 0 s"

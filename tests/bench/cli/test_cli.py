@@ -760,6 +760,15 @@ def test_export_writes_current_rows(command: Command, measured: str, tmp_path: P
             "UnknownNameError: --kernel is torch.bf61; no kernel that accepts these problems has "
             "such a name; did you mean 'torch.bf16'?",
         ),
+        (
+            ("sweep", *SHAPE, "--prebuild", "--device", "NVIDIA H200", "--kernel", "hip.scaled"),
+            "UnknownNameError: --kernel is hip.scaled; no kernel that accepts these problems has "
+            "such a name; hip.quantize_mx+hip.scaled_gemm_mx does not run on NVIDIA H200 (sm_90); ",
+        ),
+        (
+            ("sweep", *SHAPE, "--prebuild", "--device", "no such"),
+            "DeviceError: device 'no such' is unknown; kernels compile for 'AMD Instinct MI300X', ",
+        ),
         (("sweep", *SHAPE, "--epilogue", "nope"), "UnknownNameError: epilogue 'nope' is unknown"),
         (("explain", "--epilogue", "nope"), "UnknownNameError: gemm: epilogue is 'nope'"),
         (
