@@ -102,6 +102,7 @@ MUTATIONS = tuple(Mutation(*words) for words in (
     ("one place for all exchanges", "gemm_norm.hip", "exchanged += TILE_M * WAVES_N;", ""),
     # Where things lie
     ("tiles of 8 dies", "products.hpp", "(die < more ? die : more)", "more"),
+    ("rows of 2^16 bytes", "amd.hpp", "(y & 0xffffff)", "(y & 0xffff)"),
     ("swizzle", "products.hpp", "row * PARTS + (part ^ row % PARTS)", "row * PARTS + part"),
     ("tail of k", "products.hpp", "left < 4 ? words[i]", "left < 3 ? words[i]"),
     ("parts past k", "products.hpp", "part = count / 16; part < PARTS",

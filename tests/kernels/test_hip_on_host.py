@@ -370,6 +370,8 @@ TINY = (
     (2.0**-75, 2.0**-76), (1.3 * 2.0**-70, 1.3 * 2.0**-76), (1.7 * 2.0**-126, 1.9 * 2.0**-20),
     (1.1 * 2.0**-60, 1.7 * 2.0**-88),
 )  # fmt: skip
+# Scales of b, and sums times 2^26, that are almost too large.
+UNDER_THE_LIMIT = ((1.5 * 2.0**40, 2.0**36), (2.0**-30, 1.5 * 2.0**101))
 
 
 def scaled_alike(codes: Tensor, scale: float, granularity: Granularity) -> QuantizedTensor:
@@ -391,7 +393,7 @@ def scaled_alike(codes: Tensor, scale: float, granularity: Granularity) -> Quant
 def test_scales_are_applied_one_after_the_other(
     kernel: str, gpu: str, scales: str, tmp_path: Path
 ) -> None:
-    """To sums that are exact: ``acc * sa * sb`` to the bit, where ``sa * sb`` would underflow."""
+    """To sums that are exact: ``acc * sa * sb`` to the bit, also where ``sa * sb`` underflows."""
     form, (m, n, k) = FORMATS[gpu], (5, 9, 128)
     torch.manual_seed(1)
     codes = [torch.randint(-15, 16, (rows, k)).float() for rows in (m, n)]
@@ -402,7 +404,7 @@ def test_scales_are_applied_one_after_the_other(
         macros = {"TILE_N": 64, "BY_GROUP": int(scales == "group"), "NORM": 0,
                   "SPAN": 64, "ACTIVATION": 0, "OUT": 0}  # fmt: skip
     path = program(kernel, gpu, macros, folder())
-    for pair in TINY:
+    for pair in TINY + UNDER_THE_LIMIT:
         left, right = (
             scaled_alike(some.to(form.dtype), scale, granularity)
             for some, scale, granularity in zip(codes, pair, SCALES[scales], strict=True)
@@ -533,6 +535,11 @@ NORMED = {
         (70, 192, 300), (33, 130, 39), (64, 191, 256))),
     "block": ("block_rms(64)", "hardswish", Granularity.GROUP, False, False, 256, (
         (70, 256, 300), (33, 192, 39), (64, 128, 128), (5, 64, 640))),
+    # What four waves, and what two of four normalize together.
+    "layer_of_four": ("layer", "none", Granularity.NONE, False, True, 256, (
+        (65, 256, 129), (3, 201, 40))),
+    "block_of_two": ("block_rms(128)", "silu", Granularity.ROW, False, False, 256, (
+        (66, 256, 128), (2, 128, 17))),
     "block_by_group": ("block_rms(32)", "hardswish", Granularity.NONE, True, True, 256, (
         (66, 160, 200), (64, 256, 384), (2, 32, 128), (33, 96, 16), (65, 224, 130),
         (7, 64, 255))),
