@@ -617,9 +617,36 @@ def test_gemm_norm_quantizes_as_the_emulation_does(
         assert torch.equal(found.data.view(torch.uint8), exact.data.view(torch.uint8))
 
 
+@pytest.mark.sample(every=2, of=("gpu",))
+@pytest.mark.parametrize("gpu", FORMATS)
+def test_gemm_norm_applies_any_given_scale_as_the_emulation_does(gpu: str, tmp_path: Path) -> None:
+    """Sums that are exact, to the byte, in a whole tile and another one."""
+    form, (m, n, k) = FORMATS[gpu], (70, 64, 128)
+    torch.manual_seed(3)
+    codes = [torch.randint(-15, 16, (rows, k)).float() for rows in (m, n)]
+    of_b = 2.0 ** torch.randint(-3, 4, (n,))
+    right = QuantizedTensor(codes[1].to(form.dtype), of_b[:, None], Granularity.ROW)
+    macros = {"TILE_N": n, "BY_GROUP": 0, "NORM": 0, "SPAN": n, "ACTIVATION": 0,
+              "OUT": OUTPUTS.index(Granularity.TENSOR)}  # fmt: skip
+    path = program("gemm_norm", gpu, macros, folder())
+    for scale in (GIVEN_SCALE, 1.1 * 2.0**-126, 1.3 * 2.0**-61, 1.7 * 2.0**60, 2.0**125):
+        # Ratios from 0 to what saturates, many of them halfway between two numbers of FP8.
+        of_a = scale * 2.0 ** torch.linspace(-20, 2, m).round()
+        of_a[-2:] = torch.tensor([math.inf, math.nan])
+        left = QuantizedTensor(codes[0].to(form.dtype), of_a[:, None], Granularity.ROW)
+        sums = codes[0] @ codes[1].t() * of_a[:, None] * of_b
+        found = normalized(path, left, right, NormEpilogue(norm_named("none")), Granularity.TENSOR,
+                           tmp_path, given_scale=scale)  # fmt: skip
+        assert isinstance(found, QuantizedTensor)
+        given = torch.tensor([[scale]])
+        exact, _ = numerics.quantize_static(sums, form, Granularity.TENSOR, given)
+        assert torch.equal(found.data.view(torch.uint8), exact.data.view(torch.uint8)), scale
+
+
 def normalized(
     path: Path, left: QuantizedTensor, right: QuantizedTensor, epilogue: NormEpilogue,
     output: Granularity, tmp_path: Path, *, reverse: bool = False, aligned: bool = False,
+    given_scale: float = GIVEN_SCALE,
 ) -> Tensor | QuantizedTensor:  # fmt: skip
     """Output ``[m, n]`` of a program with a norm, for rows of both operands.
 
@@ -636,7 +663,7 @@ def normalized(
     groups = -(-n // 128) if output is Granularity.GROUP else 1
     of_out = torch.full((groups, m), math.nan)
     if output is Granularity.TENSOR:
-        of_out = torch.tensor([[GIVEN_SCALE]])
+        of_out = torch.tensor([[given_scale]])
     given = (epilogue.bias, epilogue.norm_weight, epilogue.norm_bias)
     buffers = [
         whole_rows(left), left.scale.t().contiguous(), whole_rows(right), right.scale.contiguous(),
