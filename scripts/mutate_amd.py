@@ -102,6 +102,7 @@ MUTATIONS = tuple(Mutation(*words) for words in (
     ("one place for all exchanges", "gemm_norm.hip", "exchanged += TILE_M * WAVES_N;", ""),
     # Where things lie
     ("tiles of 8 dies", "products.hpp", "(die < more ? die : more)", "more"),
+    ("rows of 2^16 bytes", "amd.hpp", "(y & 0xffffff)", "(y & 0xffff)"),
     ("swizzle", "products.hpp", "row * PARTS + (part ^ row % PARTS)", "row * PARTS + part"),
     ("tail of k", "products.hpp", "left < 4 ? words[i]", "left < 3 ? words[i]"),
     ("parts past k", "products.hpp", "part = count / 16; part < PARTS",
@@ -149,6 +150,8 @@ MUTATIONS = tuple(Mutation(*words) for words in (
      "some[t] = __builtin_amdgcn_fmed3f(some[t], -limit, limit);", ";"),
     ("whole tiles anywhere", "gemm_norm.hip", "rows == TILE_M && n == TILE_N && is_aligned",
      "rows == TILE_M && n == TILE_N"),
+    ("no division by unusual scales", "gemm_norm.hip", "sums[i][j][t] / scale[i]",
+     "sums[i][j][t] * reciprocal(scale[i])"),
     ("amax of two lanes", "gemm_norm.hip", "distance <= 32", "distance <= 16"),
     ("no eps", "gemm_norm.hip", "squares[i] + eps", "squares[i]"),
     ("subnormal roots", "amd.hpp", "is_small ? root * 0x1p32f : root", "root"),

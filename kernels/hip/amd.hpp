@@ -56,6 +56,11 @@ static __device__ inline void barrier() {
 static __device__ inline unsigned bits_of(float value) { return __builtin_bit_cast(unsigned, value); }
 static __device__ inline float float_of(unsigned bits) { return __builtin_bit_cast(float, bits); }
 
+// Of numbers of 24 bits, whose product takes one instruction; that of 32 bits takes 64-bit registers.
+static __device__ inline unsigned product_of_24_bits(unsigned x, unsigned y) {
+    return (x & 0xffffff) * (y & 0xffffff);
+}
+
 static __device__ inline float square_root(float value) { return __builtin_sqrtf(value); }
 static __device__ inline float power_of_two(float exponent) {
     return __builtin_amdgcn_exp2f(exponent);
@@ -172,6 +177,7 @@ static __device__ inline float decoded(unsigned word) {
 //
 // Two scales of such a product may underflow where it, of up to 2^25, does not: they are multiplied
 // with each other and with RAISED, and the products come `multiply_lowered`, or their sums `lowered`.
+// From 2^102 on, the second scale and the product of both are infinite, and so are sums of gfx942.
 constexpr float RAISED = 0x1p26f;
 #if defined(__gfx942__)
 constexpr int INSTRUCTIONS = 4;  // of a product: each adds 32 of the 128 bytes

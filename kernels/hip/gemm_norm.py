@@ -2,8 +2,8 @@
 
     y = (sum_k a[m, k] * b[k, n]) * sa * sb + bias[n];  d = f(norm(y) * weight + shift)
 
-a and b as scaled_gemm.py takes them; rows of at most 256 columns, whole or in blocks; d bfloat16,
-or FP8 with scales of rows, of 1x128 or a given one. See gemm_norm.hip.
+a, b and their scales as scaled_gemm.py takes them; rows of at most 256 columns, whole or in
+blocks; d bfloat16, or FP8 with scales of rows, of 1x128 or a given one. See gemm_norm.hip.
 """
 
 from __future__ import annotations

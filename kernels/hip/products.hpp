@@ -60,7 +60,7 @@ public:
           copies_(data, (count - 1u) * stride + (k + 15u) / 16 * 16, [&](int i) {
               const int lane = lane_index();
               const int row = (wave * COUNT + i) * (WAVE / PARTS) + lane / PARTS;
-              return static_cast<unsigned>(row_of(row)) * stride + 16 * (lane % PARTS ^ row % PARTS);
+              return product_of_24_bits(row_of(row), stride) + 16 * (lane % PARTS ^ row % PARTS);
           }) {}
     // Where it is the last, the next one reads nothing.
     __device__ inline void begin(Words4* stage, bool is_last) {

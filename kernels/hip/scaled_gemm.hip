@@ -3,7 +3,7 @@
 // a: [m, k] and b: [n, k], rows of any stride that is a multiple of 16 bytes, as the first is, less
 // than 2^23; scales of rows, sa[m] and sb[n]; or sa[k / 128, m] and sb[n / 128, k / 128] of 1x128 and
 // 128x128; or on gfx950 powers of two in a byte, sa[m, k / 32] and sb[n, k / 32] of 1x32, which the
-// matrix instruction applies. Rows of d: any stride.
+// matrix instruction applies. What overflows of 1x128: RAISED in amd.hpp. Rows of d: any stride.
 //
 // A block of 4 waves, or of 8 where a tile has 256 columns, makes TILE_M x TILE_N sums, 128 of k at a
 // time. Local memory holds two steps: one is multiplied while the next comes.

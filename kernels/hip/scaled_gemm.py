@@ -4,6 +4,9 @@ d[m, n] = (sum_k a[m, k] * b[k, n]) * sa * sb + bias[n]
 
 a: [m, k] and b: [k, n] column-major, rows padded as `types.empty_data` does; d: [m, n] bfloat16,
 any row stride; bias: [n] bfloat16. See scaled_gemm.hip.
+
+Of scales of 1x128 by 128x128, sb and sa * sb must be less than 2^102, and on gfx942 the sums, too:
+what is larger becomes infinite, and NaN where it meets 0.
 """
 
 from __future__ import annotations

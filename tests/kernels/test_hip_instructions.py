@@ -265,3 +265,13 @@ def test_products_of_two_loads_are_found() -> None:
 
 def test_copies_unfinished_at_a_barrier_are_found() -> None:
     assert unfinished_at_barriers(functions_of(TEXT)["two"]) == ["global_load_lds_dwordx4"]
+
+
+@needs_clang
+@pytest.mark.parametrize("gpu", GPUS)
+def test_products_of_24_bits_take_one_instruction(gpu: str) -> None:
+    """Rows are less than 2^23 bytes apart; fewer bits would take a mask."""
+    code = probes(gpu)["counts_bytes"]
+    products = named(code, "v_mul_", "v_mad_")
+    assert [(each.name, each.modifiers) for each in products] == [("v_mul_u32_u24", "")]
+    assert not named(code, "v_and", "v_bfe")

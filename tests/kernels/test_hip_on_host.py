@@ -370,6 +370,8 @@ TINY = (
     (2.0**-75, 2.0**-76), (1.3 * 2.0**-70, 1.3 * 2.0**-76), (1.7 * 2.0**-126, 1.9 * 2.0**-20),
     (1.1 * 2.0**-60, 1.7 * 2.0**-88),
 )  # fmt: skip
+# Scales of b, and sums times 2^26, that are almost too large.
+UNDER_THE_LIMIT = ((1.5 * 2.0**40, 2.0**36), (2.0**-30, 1.5 * 2.0**101))
 
 
 def scaled_alike(codes: Tensor, scale: float, granularity: Granularity) -> QuantizedTensor:
@@ -391,7 +393,7 @@ def scaled_alike(codes: Tensor, scale: float, granularity: Granularity) -> Quant
 def test_scales_are_applied_one_after_the_other(
     kernel: str, gpu: str, scales: str, tmp_path: Path
 ) -> None:
-    """To sums that are exact: ``acc * sa * sb`` to the bit, where ``sa * sb`` would underflow."""
+    """To sums that are exact: ``acc * sa * sb`` to the bit, also where ``sa * sb`` underflows."""
     form, (m, n, k) = FORMATS[gpu], (5, 9, 128)
     torch.manual_seed(1)
     codes = [torch.randint(-15, 16, (rows, k)).float() for rows in (m, n)]
@@ -402,7 +404,7 @@ def test_scales_are_applied_one_after_the_other(
         macros = {"TILE_N": 64, "BY_GROUP": int(scales == "group"), "NORM": 0,
                   "SPAN": 64, "ACTIVATION": 0, "OUT": 0}  # fmt: skip
     path = program(kernel, gpu, macros, folder())
-    for pair in TINY:
+    for pair in TINY + UNDER_THE_LIMIT:
         left, right = (
             scaled_alike(some.to(form.dtype), scale, granularity)
             for some, scale, granularity in zip(codes, pair, SCALES[scales], strict=True)
@@ -533,6 +535,11 @@ NORMED = {
         (70, 192, 300), (33, 130, 39), (64, 191, 256))),
     "block": ("block_rms(64)", "hardswish", Granularity.GROUP, False, False, 256, (
         (70, 256, 300), (33, 192, 39), (64, 128, 128), (5, 64, 640))),
+    # What four waves, and what two of four normalize together.
+    "layer_of_four": ("layer", "none", Granularity.NONE, False, True, 256, (
+        (65, 256, 129), (3, 201, 40))),
+    "block_of_two": ("block_rms(128)", "silu", Granularity.ROW, False, False, 256, (
+        (66, 256, 128), (2, 128, 17))),
     "block_by_group": ("block_rms(32)", "hardswish", Granularity.NONE, True, True, 256, (
         (66, 160, 200), (64, 256, 384), (2, 32, 128), (33, 96, 16), (65, 224, 130),
         (7, 64, 255))),
@@ -610,9 +617,36 @@ def test_gemm_norm_quantizes_as_the_emulation_does(
         assert torch.equal(found.data.view(torch.uint8), exact.data.view(torch.uint8))
 
 
+@pytest.mark.sample(every=2, of=("gpu",))
+@pytest.mark.parametrize("gpu", FORMATS)
+def test_gemm_norm_applies_any_given_scale_as_the_emulation_does(gpu: str, tmp_path: Path) -> None:
+    """Sums that are exact, to the byte, in a whole tile and another one."""
+    form, (m, n, k) = FORMATS[gpu], (70, 64, 128)
+    torch.manual_seed(3)
+    codes = [torch.randint(-15, 16, (rows, k)).float() for rows in (m, n)]
+    of_b = 2.0 ** torch.randint(-3, 4, (n,))
+    right = QuantizedTensor(codes[1].to(form.dtype), of_b[:, None], Granularity.ROW)
+    macros = {"TILE_N": n, "BY_GROUP": 0, "NORM": 0, "SPAN": n, "ACTIVATION": 0,
+              "OUT": OUTPUTS.index(Granularity.TENSOR)}  # fmt: skip
+    path = program("gemm_norm", gpu, macros, folder())
+    for scale in (GIVEN_SCALE, 1.1 * 2.0**-126, 1.3 * 2.0**-61, 1.7 * 2.0**60, 2.0**125):
+        # Ratios from 0 to what saturates, many of them halfway between two numbers of FP8.
+        of_a = scale * 2.0 ** torch.linspace(-20, 2, m).round()
+        of_a[-2:] = torch.tensor([math.inf, math.nan])
+        left = QuantizedTensor(codes[0].to(form.dtype), of_a[:, None], Granularity.ROW)
+        sums = codes[0] @ codes[1].t() * of_a[:, None] * of_b
+        found = normalized(path, left, right, NormEpilogue(norm_named("none")), Granularity.TENSOR,
+                           tmp_path, given_scale=scale)  # fmt: skip
+        assert isinstance(found, QuantizedTensor)
+        given = torch.tensor([[scale]])
+        exact, _ = numerics.quantize_static(sums, form, Granularity.TENSOR, given)
+        assert torch.equal(found.data.view(torch.uint8), exact.data.view(torch.uint8)), scale
+
+
 def normalized(
     path: Path, left: QuantizedTensor, right: QuantizedTensor, epilogue: NormEpilogue,
     output: Granularity, tmp_path: Path, *, reverse: bool = False, aligned: bool = False,
+    given_scale: float = GIVEN_SCALE,
 ) -> Tensor | QuantizedTensor:  # fmt: skip
     """Output ``[m, n]`` of a program with a norm, for rows of both operands.
 
@@ -629,7 +663,7 @@ def normalized(
     groups = -(-n // 128) if output is Granularity.GROUP else 1
     of_out = torch.full((groups, m), math.nan)
     if output is Granularity.TENSOR:
-        of_out = torch.tensor([[GIVEN_SCALE]])
+        of_out = torch.tensor([[given_scale]])
     given = (epilogue.bias, epilogue.norm_weight, epilogue.norm_bias)
     buffers = [
         whole_rows(left), left.scale.t().contiguous(), whole_rows(right), right.scale.contiguous(),

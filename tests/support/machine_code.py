@@ -24,6 +24,8 @@ DISASSEMBLED = re.compile(r"\t(\S+)\s*(.*?)\s*// ([0-9A-F]+): ([0-9A-F ]+)")
 ENDS = ("s_branch", "s_cbranch", "s_endpgm")  # of a block
 TYPES = {"f8f6f4": 1, "fp8": 1, "bf8": 1, "bf16": 2, "f16": 2}  # bytes; operands of f8f6f4 are FP8
 ISSUE = 4  # cycles: 16 lanes at a time
+# Four lanes at a time, as LLVM's scheduling model for both GPUs has it.
+TRANSCENDENTAL = ("v_rcp_", "v_rsq_", "v_sqrt_", "v_exp_", "v_log_", "v_sin_", "v_cos_")
 LOCAL_RATE = 128  # bytes that local memory moves in a cycle
 FREE = ("s_waitcnt", "s_barrier", "s_nop", "s_setprio")
 
@@ -192,6 +194,8 @@ def cycles(instruction: str) -> float:
         return matrix_cycles(instruction)
     if instruction.startswith("ds_"):
         return max(ISSUE, local_bytes_of(instruction) * WAVE / LOCAL_RATE)
+    if instruction.startswith(TRANSCENDENTAL):
+        return 4 * ISSUE
     return ISSUE  # all that is counted of loads and stores, too
 
 
