@@ -68,7 +68,9 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 QUICK = ("--rounds", 8, "--time-limit", 0)
 
 
-def test_a_model_is_tuned_and_its_outcome_saved(run: Run, models: str, tmp_path: Path) -> None:
+def test_a_model_is_tuned_and_its_outcome_saved(
+    run: Run, models: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "tuned.json"
     code, text, err = run(f"{models}:tuned", *QUICK, "--out", out, "--json")
     assert code == 0, err
@@ -82,7 +84,8 @@ def test_a_model_is_tuned_and_its_outcome_saved(run: Run, models: str, tmp_path:
     assert "gain over nn.Linear" in found["summary"] and f"tuned={str(out)!r}" in err
     assert [site.name for site in tuning_file.read(out).sites] == ["0", "2"]
     module = sys.modules[models]
-    Book(tmp_path / "rows.sqlite").use()
+    monkeypatch.setenv("LOKAKERN_DB", str(tmp_path / "rows.sqlite"))  # beside the shipped files
+    dispatcher.use_snapshot(None)
     handle = module.convert(module.model(), tuned=out)
     dropped = {row["gemm"] for row in found["groups"] if not row["kept"]} - {"relu"}
     assert {r.gemm for r in handle.sites["0"].routes if not r.text} == dropped
