@@ -25,6 +25,8 @@ from lokakern.selection.prediction.model_file import (
 from lokakern.types import Granularity
 from tests.support.shipped import H200_FILE
 
+A_ALIGNMENT = 24  # the feature of a's alignment; that of b is the next one
+
 
 @pytest.fixture(scope="module")
 def shipped():
@@ -191,6 +193,32 @@ def test_a_kernel_that_pads_counts_copies_and_not_unaligned_rows(timings, h200):
     copied = [bytes_copied(replace(odd, m=x)) for x in m.tolist()]
     np.testing.assert_allclose(padded, aligned + np.array(copied) / rates.bytes_per_us, rtol=0.01)
     assert padded[1] < plain[1]
+
+
+def test_features_tell_how_quantized_rows_are_aligned(timings, h200):
+    """Odd rows of over 512 columns start at cache lines, rows of 1680 columns do not."""
+    rates = fitting.rates_of(timings, h200)
+    for k, bytes_aligned in ((1677, 256), (1680, 16), (1792, 256), (48, 16)):
+        problem = make_problem("gemm", (8192, 1024, k))
+        _, rows = described(problem, np.array([8192]), Granularity.ROW, rates)
+        assert rows[0, A_ALIGNMENT : A_ALIGNMENT + 2].tolist() == [math.log2(bytes_aligned)] * 2
+
+
+def test_intervals_are_of_the_kernel_that_would_be_chosen(timings):
+    names = ("torch.bf16", "cuda.quantize_row+cuda.scaled_gemm_row")
+    known = [one for one in timings if one.name in names]
+    random = np.random.default_rng(0)
+    left_out = [
+        one.times_us * np.exp(0.05 * random.normal(size=len(one.times_us))) for one in known
+    ]
+    expected = fitting._spreads(known, left_out, fold=None)
+    worse = replace(known[0] if "row" in known[0].name else known[1], name="predicted too slow")
+    slower = np.full(len(worse.times_us), 1e9)
+    for kernels, times in (
+        ([*known, worse], [*left_out, slower]),
+        ([worse, *known], [slower, *left_out]),
+    ):
+        assert fitting._spreads(kernels, times, fold=None) == expected
 
 
 def test_bf16_is_the_faster_of_plain_and_padded_rows(timings):
