@@ -13,6 +13,9 @@ namespace lokakern {
 // Raises C++ exceptions, such as LaunchFailure.
 PyObject* call_layer(PyObject*, PyObject* const* given, Py_ssize_t count);
 
+// As call_layer, for C++: also an output without FP8 is ATen's, without Python.
+PyObject* layer_output(PyObject* const* given, Py_ssize_t count);
+
 // Whether a tensor has elements, only memory and no tangent, on the device of another tensor.
 bool is_usual(const at::Tensor& x, const at::Tensor& like);
 

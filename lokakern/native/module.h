@@ -77,4 +77,10 @@ inline const Names& names() {
   return made;
 }
 
+// Whether a `Linear` has any route; of its class it has none.
+inline bool has_plan(PyObject* dict) {
+  PyObject* const plan = item(dict, names().plan);
+  return plan && (!PyUnicode_CheckExact(plan) || PyUnicode_GET_LENGTH(plan));
+}
+
 }  // namespace lokakern

@@ -234,11 +234,6 @@ int64_t row_count(const at::Tensor& x) {
   return rows;
 }
 
-bool has_plan(PyObject* dict) {
-  PyObject* const plan = item(dict, names().plan);
-  return plan && (!PyUnicode_CheckExact(plan) || PyUnicode_GET_LENGTH(plan));
-}
-
 // As ``module(x)`` in Python; null if it raises.
 py::object called(PyObject* module, const py::object& x, PyObject* describe) {
   PyObject* const dict = dict_of(module);
@@ -246,7 +241,7 @@ py::object called(PyObject* module, const py::object& x, PyObject* describe) {
   if (known && dict && THPVariable_CheckExact(x.ptr()) && is_plain(dict, *known)) {
     if (known->kind == Kind::kConverted && has_plan(dict)) {
       PyObject* const given[] = {module, x.ptr(), describe};
-      const auto y = py::reinterpret_steal<py::object>(call_layer(nullptr, given, 3));
+      const auto y = py::reinterpret_steal<py::object>(layer_output(given, 3));
       if (!y || !y.is_none()) return y;
     } else {
       const at::Tensor given = THPVariable_Unpack(x.ptr());

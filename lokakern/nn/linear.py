@@ -645,21 +645,20 @@ class Linear(nn.Linear, Routed):
     def forward(self, input: Tensor, input_scale: str = "") -> Tensor:
         """``input @ weight.t() + bias``, ``[..., n]``; of ``input_scale`` see `Routed.product`."""
         plan = self._plan
-        if self.form and is_compiling():
-            y = multiply_in_form(self, input, input_scale)
+        if is_compiling():
+            y = multiply_in_form(self, input, input_scale) if self.form else None
             if y is not None:
                 return y
-        if not plan:  # the usual case, with little overhead
+        elif NATIVE.call_layer is None:
+            # No op that asks may run at this m.
+            if plan and not NATIVE.is_asked and isinstance(input, Tensor) and input.is_cuda:
+                NATIVE.ask()
+        elif not input_scale:
+            y = NATIVE.call_layer(self, input, described)
+            if y is not None:
+                return y  # type: ignore[no-any-return]
+        if not plan:
             return linear(input, self.weight, self.bias)
-        if not is_compiling():
-            if NATIVE.call_layer is None:
-                # No op that asks may run at this m.
-                if not NATIVE.is_asked and isinstance(input, Tensor) and input.is_cuda:
-                    NATIVE.ask()
-            elif not input_scale:
-                y = NATIVE.call_layer(self, input, described)
-                if y is not None:
-                    return y  # type: ignore[no-any-return]
         if plan.startswith("altered"):
             return self._altered(input, input_scale)
         if is_compiling():

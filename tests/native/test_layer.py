@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -20,7 +21,16 @@ from lokakern.nn import linear
 from lokakern.nn.linear import Linear
 from lokakern.nn.routed_matmul import PLAIN, multiply_activated
 from tests.support import native
-from tests.support.routed_layers import EAGER_ROUTES, ROUTES, K, N, layer_of, plain_of, rows
+from tests.support.routed_layers import (
+    EAGER_ROUTES,
+    ROUTES,
+    ROW_KERNEL,
+    K,
+    N,
+    layer_of,
+    plain_of,
+    rows,
+)
 
 ACTIVATING = "cuda.activate_quantize_row"
 
@@ -95,6 +105,90 @@ def test_frozen_and_held_weights(calls: list[bool], monkeypatch: pytest.MonkeyPa
         fresh.load_state_dict(frozen.state_dict())
         for _ in range(3):
             assert torch.equal(frozen(rows()), fresh(rows()))
+
+
+def test_layers_that_quantize_nothing_are_linear(calls: list[bool]) -> None:
+    """At m without a kernel, or at any: C++ reads less than `layer_output`, which has no 1-D x."""
+    layer, plain = layer_of(ROUTES), plain_of(layer_of(ROUTES))
+    for x in (rows(8), rows(8).view(2, 4, K), rows(1)[0], rows(8).requires_grad_()):
+        assert torch.equal(layer(x), plain(x)) and calls.pop()
+    for m in (16, 17):
+        assert not torch.equal(layer(rows(m)), plain(rows(m))) and calls.pop()
+    layer.take_routes((PLAIN, PLAIN, PLAIN), layer.weight)
+    for x in (rows(48), rows(48)[0], rows(48).view(3, 16, K).transpose(0, 1), rows(48)[:0]):
+        assert torch.equal(layer(x), plain(x)) and calls.pop()
+    layer.take_routes((PLAIN, PLAIN, ROUTES[2]), layer.weight)  # FP8 in the backward pass only
+    found, expected = passed(layer, rows()), passed(plain, rows())
+    assert calls.pop() and torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1]) and not torch.equal(found[2], expected[2])
+
+
+def test_segments_behind_a_kernel_and_held_weights(calls: list[bool]) -> None:
+    above = f"row;16:0=,32={ROW_KERNEL},64=;1:0="
+    layer, plain = layer_of((above, PLAIN, PLAIN)), plain_of(layer_of())
+    for m, is_plain in ((16, True), (32, False), (64, True), (333, True)):
+        assert torch.equal(layer(rows(m)), plain(rows(m))) is is_plain
+    held = layer_of((PLAIN, PLAIN, PLAIN), k=37)
+    held.freeze()
+    held.held_weight.zero_()
+    with torch.no_grad():
+        assert not (held(rows(k=37).t().contiguous().t()) - held.bias).any()
+    assert all(calls)
+
+
+def test_linear_layers_take_parameters_as_python_does(calls: list[bool]) -> None:
+    layer, x = layer_of((PLAIN, PLAIN, PLAIN)), rows()
+    expected, doubled = layer(x), 2 * layer.weight.detach()
+    nn.utils.parametrize.register_parametrization(layer, "weight", _Double())
+    assert torch.equal(layer(x), nn.functional.linear(x, doubled, layer.bias))
+    assert calls == [True, False]
+    nn.utils.parametrize.remove_parametrizations(layer, "weight", leave_parametrized=False)
+    assert torch.equal(layer(x), expected)
+    swapped = {"weight": doubled, "bias": None}
+    found = torch.func.functional_call(layer, swapped, (x,))
+    assert torch.equal(found, nn.functional.linear(x, doubled))
+    vars(layer)["weight"] = doubled  # hides the parameter
+    assert torch.equal(layer(x), nn.functional.linear(x, doubled, layer.bias))
+    assert calls[-1] is False
+    del vars(layer)["weight"]
+    seen = []
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(
+            self, call: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            seen.append(call)
+            return call(*args, **(kwargs or {}))
+
+    with Mode():
+        layer(x)
+    assert seen == [nn.functional.linear]
+    with pytest.raises(RuntimeError, match="shape"):
+        layer(rows(k=K + 16))
+
+
+class _Double(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+def test_small_unusual_calls_stay_in_python(calls: list[bool]) -> None:
+    layer, x = layer_of(ROUTES), rows(8)
+
+    class Sub(Tensor):
+        pass
+
+    nested = torch.nested.nested_tensor([x, x])
+    for call in (
+        lambda: layer(x.as_subclass(Sub)),
+        lambda: layer(nested),
+        lambda: torch.func.vmap(layer)(x.view(2, 4, K)),
+        lambda: torch.jit.trace(layer, x, check_trace=False),
+        lambda: layer(x[:0]),
+    ):
+        calls.clear()
+        call()
+        assert calls and not any(calls), call
 
 
 def test_second_derivatives_are_those_of_linear(calls: list[bool]) -> None:
