@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lokakern.build.empty_operands import OPERANDS, launch_arguments, named_operands
 from lokakern.problems import make_problem
+from lokakern.quantized_tensor import pitch_of
 from lokakern.registry.ops import OPS
 from lokakern.types import Format, Granularity, Layout, Operand, Problem
 
@@ -52,6 +53,7 @@ def number(text: str, **sizes: int) -> Any:
     names: dict[str, Any] = {
         "up": lambda x, step: -(-x // step) * step,
         "ceil": lambda x: -int(-x // 1),
+        "pitch": pitch_of,
         "any": None,
         "sums": 3,
     }
