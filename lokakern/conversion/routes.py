@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from lokakern.errors import UnsupportedError
 from lokakern.nn.routed_matmul import (
@@ -175,7 +175,7 @@ class Judge:
     def table(self, problem: Problem, gemm: str, device: Device) -> Table:
         """The table with these candidates."""
         table, candidates = self.candidates(problem, gemm, device)
-        return _rebuilt(table, candidates)
+        return replace(table, candidates=tuple(candidates))
 
 
 def routes_of(
@@ -366,7 +366,7 @@ def _of_forms(
             kept.append(candidate)
         else:
             rejected.append((candidate.name, reason))
-    return _rebuilt(table, kept, rejected)
+    return replace(table, candidates=tuple(kept), rejected=tuple(rejected))
 
 
 def _why_not(
@@ -406,15 +406,6 @@ def _judged(candidate: Candidate, verdict: Verdict | None, device: Device) -> Ca
     return replace(
         candidate, errors=errors, worst_distribution=where, error_unknown=reason, errors_at=""
     )
-
-
-def _rebuilt(
-    table: Table, candidates: Sequence[Candidate], rejected: Sequence[tuple[str, str]] | None = None
-) -> Table:
-    """A table with other candidates, without cached choices."""
-    given: dict[str, Any] = {name: [] for name in ("breakpoints", "winners", "kernels", "misses")}
-    kept = table.rejected if rejected is None else tuple(rejected)
-    return replace(table, candidates=tuple(candidates), rejected=kept, **given)
 
 
 def _sizes(table: Table, m_range: MRange | None) -> list[int]:

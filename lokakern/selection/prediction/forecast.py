@@ -204,22 +204,27 @@ class Forecast:
             found.append(replace(candidate, times=times, estimated=how))
         return found
 
-    def choose(self, m: int, legal: Collection[str]) -> tuple[Candidate, Prediction] | None:
-        """The choice among legal kernels at m; None if no unquantized one is legal, but exists."""
+    def choose(
+        self, m: int, is_legal: Callable[[str], bool]
+    ) -> tuple[Candidate, Prediction] | None:
+        """The choice among legal kernels at m; None if no unquantized one is legal, but exists.
+
+        Kernels that cannot be chosen are not asked for.
+        """
         cell = self._cell(m)
-        named = [c for c in self.candidates if c.name in legal]
+        named = list(self.candidates)
         if self._laws:
             named = [c for c in named if self._spread(c.name, m) is not None]
         if baseline_name(self._problem) is None:
-            return self._least(m, named)
+            return self._least(m, named, is_legal)
         found = sorted(
             ((self._counted_us(c, self.time_us(c.name, m)), c.name, c) for c in named),
             key=lambda x: x[:2],
         )
-        plain = next((x for x in found if x[2].unquantized), None)
+        plain = next((x for x in found if x[2].unquantized and is_legal(x[1])), None)
         if plain is None:
             return None
-        best = next((x for x in found if not x[2].unquantized), None)
+        best = next((x for x in found if not x[2].unquantized and is_legal(x[1])), None)
         content = self._model.content
         if best is None:
             return plain[2], self._of_one(plain[1], m, plain[0])
@@ -244,7 +249,7 @@ class Forecast:
         )  # fmt: skip
 
     def _least(
-        self, m: int, candidates: Sequence[Candidate]
+        self, m: int, candidates: Sequence[Candidate], is_legal: Callable[[str], bool]
     ) -> tuple[Candidate, Prediction] | None:
         """The choice without an unquantized kernel."""
 
@@ -253,9 +258,9 @@ class Forecast:
             _, high = self._interval_us(candidate.name, m, us) or (us, us)
             return self._counted_us(candidate, high), candidate.name
 
-        if not candidates:
+        chosen = next((c for c in sorted(candidates, key=upper) if is_legal(c.name)), None)
+        if chosen is None:
             return None
-        chosen = min(candidates, key=upper)
         us = self._counted_us(chosen, self.time_us(chosen.name, m))
         return chosen, self._of_one(chosen.name, m, us)
 
