@@ -104,20 +104,22 @@ class Forecast:
     @cached_property
     def times_us(self) -> dict[str, NDArray[np.float64]]:
         """Predicted times by kernel, one for each cell of m."""
+        return self._times_us(self._m)
+
+    def _times_us(self, m: NDArray[np.int64]) -> dict[str, NDArray[np.float64]]:
+        """Predicted times by kernel, one for each m."""
         found = {}
         for candidate in self.candidates:
             if candidate.name != PADDED or self._predicts_padding:
                 granularity = candidate.granularity
-                found[candidate.name] = self._times(candidate.name, self._problem, granularity)
+                found[candidate.name] = self._times(candidate.name, self._problem, granularity, m)
         wide = padded_problem(self._problem)
         base = baseline_name(self._problem)
         if wide is not None and base in self._model.kernels and not self._predicts_padding:
-            times = self._times(base, wide, Granularity.NONE)
+            times = self._times(base, wide, Granularity.NONE, m)
             if not self._is_compiled:
                 rate = self._model.content.rates.bytes_per_us
-                times = times + np.array(
-                    [self._bytes_copied(int(m)) / rate for m in self._m.tolist()]
-                )
+                times = times + np.array([self._bytes_copied(x) / rate for x in m.tolist()])
             found[PADDED] = times
         return found
 
@@ -129,11 +131,13 @@ class Forecast:
     def _bytes_copied(self, m: int) -> int:
         return bytes_copied(replace(self._problem, m=m))
 
-    def _times(self, name: str, problem: Problem, granularity: Granularity) -> NDArray[np.float64]:
+    def _times(
+        self, name: str, problem: Problem, granularity: Granularity, m: NDArray[np.int64]
+    ) -> NDArray[np.float64]:
         rates = self._model.content.rates
         if name in self._laws:
-            return self._laws[name].times_us(problem, self._m, rates.compute_units)
-        base, rows = described(problem, self._m, granularity, rates, pads=name == PADDED)
+            return self._laws[name].times_us(problem, m, rates.compute_units)
+        base, rows = described(problem, m, granularity, rates, pads=name == PADDED)
         found: NDArray[np.float64] = base * np.exp(self._model.forest(name)(rows))
         return found
 
@@ -185,21 +189,19 @@ class Forecast:
         if self._model.transferred_from:
             return []
         spreads = self._model.content.spreads
-        cells = {m: self._cell(m) for m in (*SAMPLED_M, self._problem.m, *at) if self.covers(m)}
-        slower = {
-            m: math.exp(-spreads[KINDS[int(self._kinds[cell])]].low) for m, cell in cells.items()
-        }
+        places = {m: self._cell(m) for m in (*SAMPLED_M, self._problem.m, *at) if self.covers(m)}
+        cells = sorted({*places.values()})
+        slower = [math.exp(-spreads[KINDS[kind]].low) for kind in self._kinds[cells].tolist()]
+        times_us = self._times_us(self._m[cells])
         found = []
         for candidate in self.candidates:
-            times_us = self.times_us.get(candidate.name)
-            if times_us is None:
+            if candidate.name not in times_us:
                 continue
             is_plain = candidate.unquantized
-            times = {
-                m: Time(float(times_us[cell]) * (1.0 if is_plain else slower[m]), 0.0,
-                        FRESHNESS[0], 0)
-                for m, cell in cells.items()
-            }  # fmt: skip
+            its_us = times_us[candidate.name] * (1.0 if is_plain else np.array(slower))
+            timed = [Time(us, 0.0, FRESHNESS[0], 0) for us in its_us.tolist()]
+            by_cell = dict(zip(cells, timed, strict=True))
+            times = {m: by_cell[cell] for m, cell in places.items()}
             how = "predicted" if is_plain else "predicted, at the lower end of its speedup"
             found.append(replace(candidate, times=times, estimated=how))
         return found
