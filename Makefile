@@ -26,6 +26,9 @@ FOR_DEMO := $(VENV)/.installed-demo-$(TORCH)
 FOR_DEV := $(VENV)/.installed-dev-$(TORCH)
 FOR_DOCS := $(VENV)/.installed-docs-$(TORCH)
 
+# Tests start some 200 processes: each would compile torch's Python, 6 s where it imports dynamo.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo install test test-all lint types bench wheel docs clean help
 .DEFAULT_GOAL := help
 

@@ -34,7 +34,7 @@ from lokakern.types import (
 
 if TYPE_CHECKING:
     from lokakern.registry.snapshot.snapshot import Snapshot
-    from lokakern.selection.candidates import Candidate, Memory
+    from lokakern.selection.candidates import Candidate
     from lokakern.selection.prediction.forecast import Prediction
 
 Row = dict[str, Any]
@@ -108,10 +108,9 @@ def survey_of(
     tables: dict[tuple[Problem, int], LooseTable] = {}
     progress.begin("choosing", len(order))
     plain: dict[Problem, float] = {}
-    memory: Memory = {}
     for place in order:
         problems = groups[place]
-        table = tables[place] = dispatcher.loose_table(problems[0], device, regime, memory)
+        table = tables[place] = dispatcher.loose_table(problems[0], device, regime)
         plain |= _baseline_times(table, problems)
         progress.step(str(place[0]))
     choices: list[Row] = []
@@ -190,11 +189,10 @@ def _predicted(
     if dispatcher.model_of(device) is None:
         return []
     groups = _groups(_gaps(measured))
-    memory: Memory = {}
     rows: list[Row] = []
     progress.begin("predicting", len(groups))
     for place in sorted(groups, key=lambda place: (place[0].n, place[0].k, str(place[0]))):
-        table = dispatcher.loose_table(groups[place][0], device, regime, memory, predicts=True)
+        table = dispatcher.loose_table(groups[place][0], device, regime, predicts=True)
         progress.step(str(place[0]))
         within = {word: table.within(limit) for word, limit in limits.items()}
         if table.forecast is None:

@@ -14,8 +14,9 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from lokakern.errors import UnsupportedError
 from lokakern.nn.routed_matmul import (
@@ -132,6 +133,7 @@ class Judge:
         predicts: Whether times are predicted where nothing was measured.
         pads: Whether unaligned rows may be padded, as by a compiler; not in eager calls of modules.
         m_range: Smallest and largest m to choose for; None: all m. Predictions are listed there.
+        is_of_one_m: Whether tables are asked at an end of this range only, as of weight gradients.
     """
 
     budget: ErrorBudget | None
@@ -142,6 +144,7 @@ class Judge:
     predicts: bool = False
     pads: bool = True
     m_range: MRange | None = None
+    is_of_one_m: bool = False
 
     def candidates(
         self, problem: Problem, gemm: str, device: Device
@@ -158,7 +161,8 @@ class Judge:
         # Few unaligned sizes were measured, and there predictions are inexact.
         if table.forecast is not None and not (self._is_measured(table) or table.padded):
             # At both ends of each of its cells, so that every m has the choice of `dispatch`.
-            ends = (m for change in table.forecast.changes for m in (change - 1, change))
+            changes = [] if self.is_of_one_m else table.forecast.changes
+            ends = (m for change in changes for m in (change - 1, change))
             candidates = table.forecast.low_ends((*ends, *(self.m_range or ())))
         table = replace(table, forecast=None)  # from here on a prediction is like a measured time
         if self.verdicts is None:
@@ -175,7 +179,7 @@ class Judge:
     def table(self, problem: Problem, gemm: str, device: Device) -> Table:
         """The table with these candidates."""
         table, candidates = self.candidates(problem, gemm, device)
-        return _rebuilt(table, candidates)
+        return replace(table, candidates=tuple(candidates))
 
 
 def routes_of(
@@ -325,25 +329,31 @@ def _best_route(
     m_range: MRange | None,
     forms: Sequence[Granularity],
 ) -> Route:
-    best: tuple[float, Granularity, Table, Table] | None = None
+    @cache  # without a prepared weight, problems of all forms are equal
+    def candidates(problem: Problem) -> tuple[Table, list[Candidate]]:
+        return judge.candidates(problem, gemm, device)
+
+    def of_forms(m: int, *kept: Granularity) -> Table:
+        return _of_forms(problem_at(m), kept, candidates, device, is_prepared)
+
+    best: tuple[float, Granularity, Table] | None = None
     for form in forms:
-        aligned, other = (
-            _of_forms(problem_at(m), gemm, (form,), judge, device, is_prepared) for m in (16, 17)
-        )
+        aligned = of_forms(16, form)
         gain = _mean_log_gain(aligned, m_range)
         if gain < 0 and (best is None or gain < best[0]):
-            best = gain, form, aligned, other
+            best = gain, form, aligned
     if best is None:
-        known = (Granularity.ROW,) if is_prepared else FORMS
-        every = _of_forms(problem_at(16), gemm, known, judge, device, is_prepared)
+        every = of_forms(16, *((Granularity.ROW,) if is_prepared else FORMS))
         if not every.measured_m:
+            if not judge.predicts:  # a prediction takes its place; a search for words takes 20 ms
+                return Route(gemm, PLAIN, "nothing was measured")
             note, _, _ = every.pick(16).note.partition(": ask with")  # which a conversion cannot
             return Route(gemm, PLAIN, note or "nothing was measured")
         sizes = _sizes(every, m_range)
         return Route(gemm, PLAIN, _why_plain(every, sizes), tuple(Choice(every, m) for m in sizes))
-    gain, form, aligned, other = best
+    gain, form, aligned = best
     sizes = _sizes(aligned, m_range)
-    segments = [_segments(table, m_range) for table in (aligned, other)]
+    segments = [_segments(table, m_range) for table in (aligned, of_forms(17, form))]
     text = route_text(form, segments[0], segments[1])
     why = f"{math.exp(-gain):.2f}x as fast in geometric mean over m={_words(sizes)}"
     why += PREDICTED if _is_predicted(aligned) else ""
@@ -351,12 +361,15 @@ def _best_route(
 
 
 def _of_forms(
-    problem: Problem, gemm: str, forms: Sequence[Granularity], judge: Judge, device: Device,
+    problem: Problem,
+    forms: Sequence[Granularity],
+    candidates_of: Callable[[Problem], tuple[Table, list[Candidate]]],
+    device: Device,
     is_prepared: bool,
-) -> Table:  # fmt: skip
+) -> Table:
     """Candidates that read a prepared weight with one of these granularities."""
     asked = with_weight(problem, forms[0], device) if is_prepared else problem
-    table, candidates = judge.candidates(asked, gemm, device)
+    table, candidates = candidates_of(asked)
     kept, rejected = [], list(table.rejected)
     for candidate in candidates:
         reason = None
@@ -366,7 +379,7 @@ def _of_forms(
             kept.append(candidate)
         else:
             rejected.append((candidate.name, reason))
-    return _rebuilt(table, kept, rejected)
+    return replace(table, candidates=tuple(kept), rejected=tuple(rejected))
 
 
 def _why_not(
@@ -406,15 +419,6 @@ def _judged(candidate: Candidate, verdict: Verdict | None, device: Device) -> Ca
     return replace(
         candidate, errors=errors, worst_distribution=where, error_unknown=reason, errors_at=""
     )
-
-
-def _rebuilt(
-    table: Table, candidates: Sequence[Candidate], rejected: Sequence[tuple[str, str]] | None = None
-) -> Table:
-    """A table with other candidates, without cached choices."""
-    given: dict[str, Any] = {name: [] for name in ("breakpoints", "winners", "kernels", "misses")}
-    kept = table.rejected if rejected is None else tuple(rejected)
-    return replace(table, candidates=tuple(candidates), rejected=kept, **given)
 
 
 def _sizes(table: Table, m_range: MRange | None) -> list[int]:
@@ -519,7 +523,7 @@ def _grad_weight_route(
     """The route of ``dW[n, k] = dY[m, n]^T X[m, k]``, from a table for each m."""
     gemm = "grad_weight"
     low, high = m_range or (1, ANY_M)
-    judge = replace(judge, m_range=(n, n))  # the m of its product
+    judge = replace(judge, m_range=(n, n), is_of_one_m=True)  # the m of its product
     known = {*SAMPLES, *(m_range or ()), *(choice.m for choice in output.choices)}
 
     def measured(sizes: Iterable[int]) -> list[Choice]:
@@ -559,5 +563,5 @@ def _is_predicted(table: Table) -> bool:
 
 def _quantizing(choice: Choice) -> str:
     """Name of the chosen kernel if it quantizes, or ""."""
-    kernel = choice.table.kernel_at(choice.m)
+    kernel = choice.pick.candidate.kernel if choice.pick.candidate else None
     return "" if kernel is None or not kernel.quantizes or choice.is_miss else kernel.name

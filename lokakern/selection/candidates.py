@@ -208,9 +208,10 @@ class Bounds:
         return bool(self.around)
 
 
-# Bounds of a numerics class at an `accuracy_problem`, by the keys of both, which many kernels and
-# problems share; for one snapshot, device and choice of distributions.
-Memory = dict[tuple[str, str, str, str], Bounds | str]
+# Bounds of a numerics class at an `accuracy_problem`, by the keys of both and the rows that count,
+# which many kernels and problems share; and the status of a wrong result, or "", by the name of a
+# kernel and the key of a problem. For one snapshot, device and choice of distributions.
+Memory = dict[tuple[str, ...], Bounds | str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -549,6 +550,16 @@ def bounds_or_reason(
     measured here, they decide. Elsewhere all unverified rows join them, unless `ours_only`, and
     count at least as much as the largest error known here for such arithmetic on the distribution.
     """
+    place = (asked, kernel.granularity, kernel.b_granularity, kernel.accumulation,
+             "ours" if ours_only else "all")  # fmt: skip
+    if place not in evidence.memory:
+        evidence.memory[place] = _bounds_or_reason(kernel, problem, asked, evidence, ours_only)
+    return evidence.memory[place]
+
+
+def _bounds_or_reason(
+    kernel: KernelRow, problem: Problem, asked: str, evidence: Evidence, ours_only: bool
+) -> Bounds | str:
     facts = evidence.facts
     cells = _cells_of_class(kernel, asked, evidence)
     usable = [(c, evidence.freshness(c)) for c in cells if c.status == "ok"]

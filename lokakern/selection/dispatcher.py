@@ -65,6 +65,7 @@ _PREPARED: dict[Any, Table] = {}  # by m, too: the fastest form of a weight depe
 _LOCK = threading.RLock()
 _SNAPSHOT: Snapshot | None = None
 _MODELS: dict[Device, Model | None] = {}  # of the snapshot
+_MEMORIES: dict[tuple[Device, tuple[str, ...]], Memory] = {}  # by device and distributions
 _CHOICES: Choices | None = None
 _IS_ENVIRONMENT_READ = False
 _GENERATION = 0
@@ -152,6 +153,7 @@ def _answer_from(facts: Snapshot | None, held: Choices | None, is_environment_re
         _PREPARED.clear()
         CHOSEN_FORMS.clear()
         _MODELS.clear()
+        _MEMORIES.clear()
         for listener in _LISTENERS:
             listener()
 
@@ -382,6 +384,7 @@ def table_for(
         if table is None:
             if len(_TABLES) > _MOST_TABLES:
                 _TABLES.clear()
+                _MEMORIES.clear()
                 _FORGOTTEN = True
             table = _TABLES[key] = _build(
                 problem,
@@ -401,17 +404,11 @@ def table_for(
 
 
 def loose_table(
-    problem: Problem,
-    device: AnyDevice,
-    regime: str | None,
-    memory: Memory,
-    *,
-    predicts: bool = False,
+    problem: Problem, device: AnyDevice, regime: str | None, *, predicts: bool = False
 ) -> LooseTable:
-    """A table for `LooseTable.pick` at any m and within any budget.
+    """A table for `LooseTable.pick` at any m and within any budget, which is not kept.
 
-    Errors are those on all realistic distributions. Nothing is cached except in ``memory``, which
-    may be shared by problems of one device and snapshot. Without ``predicts`` only measured times
+    Errors are those on all realistic distributions. Without ``predicts`` only measured times
     count, with errors as of `dispatch`.
 
     Raises:
@@ -427,9 +424,7 @@ def loose_table(
         )
     check_regime(regime)
     target = device_named(device)
-    found = _build(
-        problem, None, None, target, regime, frozenset(), LooseTable, memory, predicts=predicts
-    )
+    found = _build(problem, None, None, target, regime, frozenset(), LooseTable, predicts=predicts)
     assert isinstance(found, LooseTable)
     return found
 
@@ -476,7 +471,6 @@ def _build(
     regime: str | None,
     needs: frozenset[str],
     kind: type[Table] = Table,
-    memory: Memory | None = None,
     *,
     is_training: bool = False,
     predicts: bool = False,
@@ -511,7 +505,8 @@ def _build(
     rejected: list[tuple[str, str]] = []
     barred: set[str] = set()
     candidates: list[Candidate] = []
-    evidence = Evidence(facts, target, local, distributions, {} if memory is None else memory)
+    memory = _MEMORIES.setdefault((target, distributions), {})
+    evidence = Evidence(facts, target, local, distributions, memory)
     load_kernels()
     names = set(cells)
     if local:

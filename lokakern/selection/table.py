@@ -8,34 +8,40 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from lokakern.problems import PADDED, baseline_name
 from lokakern.registry.register import FP8_GPUS, KERNELS, Kernel, kernels_for
 from lokakern.sampled_check import Watch
 from lokakern.selection.candidates import Candidate, Time
 from lokakern.selection.measured_neighbors import sizes_of
-from lokakern.selection.ties import TOGETHER, Timed, break_tie
+from lokakern.selection.ties import TOGETHER, Timed, break_tie, may_tie
 from lokakern.types import Device, ErrorBudget, Granularity, Problem, alignment_of
 
 if TYPE_CHECKING:
     from lokakern.selection.prediction.forecast import Forecast, Prediction
 
 
+Rejections = tuple[tuple[str, str], ...]  # names of kernels, and the reason against each
+
+
 @dataclass(frozen=True, slots=True)
 class Pick:
     """The choice at one m.
 
+    Words are found when they are asked for, which few are.
+
     Attributes:
+        why_rejected: Tells the reason against every other kernel.
         why_missed: Tells why there is no answer, and what was measured nearest; None if there is
-            one. Words are found when they are asked for, which few are.
+            one.
     """
 
     candidate: Candidate | None
     time: Time | None = None
     interpolated: bool = False
     tied: tuple[str, ...] = ()
-    rejected: tuple[tuple[str, str], ...] = ()
+    why_rejected: Callable[[], Rejections] = tuple
     why_missed: Callable[[], str] | None = None
     prediction: Prediction | None = None  # without measurements, see `why_missed`
     is_too_strict: bool = False  # nothing measured is within the budget
@@ -45,6 +51,11 @@ class Pick:
         return self.candidate.name if self.candidate else ""
 
     @property
+    def rejected(self) -> Rejections:
+        """The reason against every other kernel."""
+        return self.why_rejected()
+
+    @property
     def is_miss(self) -> bool:
         return self.why_missed is not None
 
@@ -52,6 +63,15 @@ class Pick:
     def note(self) -> str:
         """The words of a miss, or ""."""
         return self.why_missed() if self.why_missed else ""
+
+
+class Ranges(NamedTuple):
+    """The choices by ranges of m, ascending from 0: the first m of each, and the winner there."""
+
+    breakpoints: list[int]
+    winners: list[str]
+    kernels: list[Kernel | None]
+    misses: list[bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +107,11 @@ class Origin:
 
 @dataclass(eq=False)
 class Table:
-    """The choices for one problem at every m; built once, then only read."""
+    """The choices for one problem at every m; built once, then only read.
+
+    `pick` answers at one m. The ranges of m are searched when one of `breakpoints`, `winners`,
+    `kernels` and `misses` is first read: many tables are only asked at a few m.
+    """
 
     problem: Problem  # at any m
     device: Device
@@ -96,12 +120,8 @@ class Table:
     regime: str
     callable_here: bool
     candidates: tuple[Candidate, ...] = ()
-    rejected: tuple[tuple[str, str], ...] = ()
+    rejected: Rejections = ()
     needs: frozenset[str] = frozenset()
-    breakpoints: list[int] = field(default_factory=list)
-    winners: list[str] = field(default_factory=list)
-    kernels: list[Kernel | None] = field(default_factory=list)
-    misses: list[bool] = field(default_factory=list)
     instead: Callable[[], str] = str  # without candidates: what was measured for the same sizes
     padded: str = ""  # sizes with which rows are aligned, if they are not
     host: str = ""  # where host costs were measured, or why they do not count
@@ -114,8 +134,23 @@ class Table:
         self.baseline = baseline_name(self.problem)
         self.baseline_kernel = KERNELS.get(self.baseline or "")
         self.m_alignment = alignment_of(self.problem.m)
-        if not self.breakpoints:
-            self._freeze()
+
+    # Kept by themselves: a warm call reads three of them.
+    @functools.cached_property
+    def breakpoints(self) -> list[int]:
+        return self.ranges.breakpoints
+
+    @functools.cached_property
+    def winners(self) -> list[str]:
+        return self.ranges.winners
+
+    @functools.cached_property
+    def kernels(self) -> list[Kernel | None]:
+        return self.ranges.kernels
+
+    @functools.cached_property
+    def misses(self) -> list[bool]:
+        return self.ranges.misses
 
     @property
     def measured_m(self) -> list[int]:
@@ -130,16 +165,14 @@ class Table:
             for c in self.candidates
         )
 
-    def _freeze(self) -> None:
-        """Find where the winner changes: at measured m and where interpolated times cross."""
+    @functools.cached_property
+    def ranges(self) -> Ranges:
+        """The winner changes at measured m and where interpolated times cross."""
         starts = [0]
         measured = self.measured_m
-        # What exceeds the budget wins nowhere, and whether a kernel takes a problem is slow to ask.
-        legal = [c for c in self.candidates if self._excess(c, self.problem, None) is None]
-        # Asked for twice at most m: at the ends of two intervals.
-        pick = functools.cache(functools.partial(self._pick, legal))
+        pick = functools.cache(self.pick)  # at the ends of two intervals
         for low, high in itertools.pairwise(measured):
-            is_level = all(c.times.get(low) == c.times.get(high) for c in legal)
+            is_level = all(c.times.get(low) == c.times.get(high) for c in self._within_budget)
             starts += [low] if is_level else _changes(low, high, pick)
         if measured:
             starts += [measured[0], measured[-1], measured[-1] + 1]
@@ -148,27 +181,61 @@ class Table:
                 m for m in self.forecast.changes
                 if not (measured and measured[0] <= m <= measured[-1])
             ]  # fmt: skip
+        found = Ranges([], [], [], [])
         previous: tuple[str, bool] | None = None
         for start in sorted(set(starts)):
-            found = pick(start)
-            state = (found.name, found.is_miss)
-            if state != previous:
-                self.breakpoints.append(start)
-                self.winners.append(found.name)
-                self.kernels.append(found.candidate.kernel if found.candidate else None)
-                self.misses.append(found.is_miss)
-                previous = state
+            won = pick(start)
+            if (won.name, won.is_miss) != previous:
+                found.breakpoints.append(start)
+                found.winners.append(won.name)
+                found.kernels.append(won.candidate.kernel if won.candidate else None)
+                found.misses.append(won.is_miss)
+                previous = won.name, won.is_miss
+        return found
+
+    @functools.cached_property
+    def _within_budget(self) -> list[Candidate]:
+        return [c for c in self.candidates if self._excess(c, self.problem, None) is None]
 
     def pick(self, m: int) -> Pick:
-        """The choice at m with reasons, by the rules of `dispatch`."""
-        return self._pick(self.candidates, m)
+        """The choice at m, by the rules of `dispatch`.
 
-    def _pick(self, candidates: Sequence[Candidate], m: int) -> Pick:
-        """`pick`, with reasons against `candidates` alone, which hold all that may win."""
+        Whether a kernel takes a problem is slow to ask: kernels that cannot win are not asked.
+        """
+        problem = self._at(m)
+        rejected = functools.partial(self._rejected, m)
+        found = ((c, c.time_at(m)) for c in self._within_budget)
+        rivals = [Timed(c, *time) for c, time in found if time is not None]
+        if self.lacks_padded(m):
+            rivals = [x for x in rivals if x.candidate.unquantized]
+        rivals.sort(key=lambda x: x.time.latency_us)
+        timed: list[Timed] = []
+        for x in rivals:
+            may_win = not timed or may_tie(x.time.latency_us, timed[0].time.latency_us)
+            is_asked = may_win or x.candidate.name == self.baseline
+            if is_asked and self._refusal(x.candidate, problem) is None:
+                timed.append(x)
+        if not self._has_baseline(timed):
+            base = self._base() or _unmeasured(self.baseline or "", self.baseline_kernel)
+            reason = self._refusal(base, problem)
+            if reason is not None:
+                words = f"not even {self.baseline} takes it: {reason}"
+                return Pick(None, why_missed=lambda: words, why_rejected=rejected)
+            why = functools.partial(self._miss_words, m)
+            predicted = self._predicted(m, problem, why, base)
+            return predicted or Pick(base, why_missed=why, why_rejected=rejected)
+        if not timed:
+            return self._default(m, problem, rejected)
+        chosen, tied = break_tie(timed, self._limit)
+        names = tuple(sorted(x.candidate.name for x in tied if x is not chosen))
+        return Pick(*chosen, names, rejected)
+
+    def _rejected(self, m: int) -> Rejections:
+        """The reasons against the kernels that `pick` does not choose by a measured time."""
         rejected = list(self.rejected)
         timed: list[Timed] = []
-        problem = replace(self.problem, m=self.like(m))
-        for candidate in candidates:
+        problem = self._at(m)
+        for candidate in self.candidates:
             found = candidate.time_at(m)
             reason = self._reason_against(candidate, problem, found[0] if found else None)
             if reason is None and found is None:
@@ -181,15 +248,8 @@ class Table:
                 rejected.append((candidate.name, reason))
             elif found is not None:
                 timed.append(Timed(candidate, *found))
-        if self.baseline and not any(c.name == self.baseline for c, _, _ in timed):
-            base = self._base() or _unmeasured(self.baseline, self.baseline_kernel)
-            reason = self._refusal(base, problem)
-            if reason is not None:
-                words = f"not even {self.baseline} takes it: {reason}"
-                return Pick(None, why_missed=lambda: words, rejected=tuple(rejected))
-            why = functools.partial(self._miss_words, m)
-            predicted = self._predicted(m, problem, why, base)
-            return predicted or Pick(base, why_missed=why, rejected=tuple(rejected))
+        if not self._has_baseline(timed):
+            return tuple(rejected)
         if self.lacks_padded(m):
             reason = (
                 f"bf16 of rows padded to {self.padded} was not measured; bf16 of unaligned rows is "
@@ -197,20 +257,31 @@ class Table:
             )
             rejected += [(x.candidate.name, reason) for x in timed if not x.candidate.unquantized]
             timed = [x for x in timed if x.candidate.unquantized]
-        if not timed:
-            return self._default(m, problem, rejected)
-        limit = next(iter(self.budget.limits)) if self.budget else "row_err"
-        chosen, tied = break_tie(timed, limit)
-        for other in timed:
-            if other is not chosen:
-                words = (
-                    "tied, larger error, more launches or later name" if other in tied else "slower"
-                )
-                words += f": {_us_words(other.time)}"
-                words += ", estimated" if other.candidate.estimated else ""
-                rejected.append((other.candidate.name, words))
-        names = tuple(sorted(x.candidate.name for x in tied if x is not chosen))
-        return Pick(*chosen, names, tuple(rejected))
+        if timed:
+            chosen, tied = break_tie(timed, self._limit)
+            for other in timed:
+                if other is not chosen:
+                    is_tied = other in tied
+                    words = (
+                        "tied, larger error, more launches or later name" if is_tied else "slower"
+                    )
+                    words += f": {_us_words(other.time)}"
+                    words += ", estimated" if other.candidate.estimated else ""
+                    rejected.append((other.candidate.name, words))
+        return tuple(rejected)
+
+    def _at(self, m: int) -> Problem:
+        """The problem for which kernels are asked at m."""
+        return replace(self.problem, m=self.like(m))
+
+    @property
+    def _limit(self) -> str:
+        """The error that decides a tie."""
+        return next(iter(self.budget.limits)) if self.budget else "row_err"
+
+    def _has_baseline(self, timed: Sequence[Timed]) -> bool:
+        """Whether the unquantized kernel has a time, if the op has one."""
+        return self.baseline is None or any(c.name == self.baseline for c, _, _ in timed)
 
     def _predicted(
         self, m: int, problem: Problem, why_missed: Callable[[], str], base: Candidate | None
@@ -228,24 +299,31 @@ class Table:
             return None
         if any(c.time_at(m) is not None for c in self.candidates):
             return None
-        rejected = {c.name: self._reason_against(c, problem, None) for c in forecast.candidates}
-        legal = {name for name, reason in rejected.items() if reason is None}
-        found = forecast.choose(m, legal)
+        named = {c.name: c for c in forecast.candidates}
+        against = functools.cache(lambda name: self._reason_against(named[name], problem, None))
+        found = forecast.choose(m, lambda name: against(name) is None)
         if found is None:
             return None
         chosen, prediction = found
         if prediction.transferred_from:
-            return Pick(base, why_missed=why_missed, rejected=self.rejected, prediction=prediction)
-        for name in legal - {chosen.name}:
-            words = f"predicted {forecast.time_us(name, m):.2f} us"
-            if name == prediction.quantizing:
-                words += f"; its speedup may be as little as {prediction.low:.2f}"
-            rejected[name] = words
-        others = {name: why for name, why in self.rejected if name not in rejected}
-        others |= {name: why for name, why in rejected.items() if why is not None}
-        return Pick(
-            chosen, rejected=tuple(others.items()), why_missed=why_missed, prediction=prediction
-        )
+            return Pick(
+                base, why_missed=why_missed, why_rejected=lambda: self.rejected,
+                prediction=prediction,
+            )  # fmt: skip
+
+        def why_rejected() -> Rejections:
+            reasons = {name: against(name) for name in named}
+            others = {name: why for name, why in self.rejected if name not in reasons}
+            for name, why in reasons.items():
+                if why is None and name != chosen.name:
+                    why = f"predicted {forecast.time_us(name, m):.2f} us"
+                    if name == prediction.quantizing:
+                        why += f"; its speedup may be as little as {prediction.low:.2f}"
+                if why is not None:
+                    others[name] = why
+            return tuple(others.items())
+
+        return Pick(chosen, why_rejected=why_rejected, why_missed=why_missed, prediction=prediction)
 
     def kernel_at(self, m: int) -> Kernel | None:
         """The chosen kernel; None if there is none, or it is not registered here."""
@@ -260,7 +338,7 @@ class Table:
 
     def takes(self, candidate: Candidate, m: int) -> bool:
         """Whether a kernel supports the problem at an m, whatever its error."""
-        return self._refusal(candidate, replace(self.problem, m=self.like(m))) is None
+        return self._refusal(candidate, self._at(m)) is None
 
     def admits(self, candidate: Candidate, m: int) -> bool:
         """Whether a kernel that takes the problem is within the budget."""
@@ -331,7 +409,7 @@ class Table:
         plain = self.plain_at(m)
         return plain is not None and time.latency_us > plain.latency_us
 
-    def _default(self, m: int, problem: Problem, rejected: list[tuple[str, str]]) -> Pick:
+    def _default(self, m: int, problem: Problem, rejected: Callable[[], Rejections]) -> Pick:
         """The choice if no timed kernel is legal: the most accurate one, else one that supports it.
 
         Kernels of libraries are excluded from the latter: nothing is known of them at this problem.
@@ -355,7 +433,7 @@ class Table:
                         f"by bounds from other n and k no kernel is within {self.budget}; the one "
                         "with the least is taken"
                     )
-                return Pick(best, why_missed=lambda: words, rejected=tuple(rejected),
+                return Pick(best, why_missed=lambda: words, why_rejected=rejected,
                             is_too_strict=not best.errors_predicted)  # fmt: skip
             if usable:
                 missing = (
@@ -376,8 +454,8 @@ class Table:
             if not kernel.libraries and kernel.lacks(self.needs) is None:
                 candidate = _unmeasured(kernel.name, kernel)
                 if self._refusal(candidate, problem) is None:
-                    return Pick(candidate, why_missed=why, rejected=tuple(rejected))
-        return Pick(None, why_missed=why, rejected=tuple(rejected))
+                    return Pick(candidate, why_missed=why, why_rejected=rejected)
+        return Pick(None, why_missed=why, why_rejected=rejected)
 
     def _miss_words(self, m: int) -> str:
         if self.origin is not None:
@@ -402,8 +480,11 @@ class Table:
         )
 
 
+@dataclass(eq=False)
 class FrozenTable(Table):
     """A table read from a file, which has winners without reasons."""
+
+    ranges: Ranges = field(kw_only=True)
 
     @property
     def measured_m(self) -> list[int]:
@@ -418,23 +499,15 @@ class FrozenTable(Table):
         return Pick(_unmeasured(name, self.kernels[place]) if name else None, why_missed=why)
 
 
+@dataclass(eq=False)
 class LooseTable(Table):
-    """A table for `pick` only, at few m and within many budgets.
+    """A table for `pick` at few m and within many budgets, which remembers refusals."""
 
-    It skips the search for breakpoints, which takes most of the time of building a table.
-    """
-
-    _refusals: dict[tuple[str, int], str | None]
-
-    def _freeze(self) -> None:
-        """Leave `breakpoints` and `winners` empty."""
-        self._refusals = {}
+    _refusals: dict[tuple[str, int], str | None] = field(default_factory=dict)
 
     def within(self, budget: ErrorBudget | None) -> LooseTable:
         """The same table with another budget."""
-        table = replace(self, budget=budget)
-        table._refusals = self._refusals
-        return table
+        return replace(self, budget=budget)
 
     def _refusal(self, candidate: Candidate, problem: Problem) -> str | None:
         key = (candidate.name, problem.m)

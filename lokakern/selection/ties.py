@@ -81,6 +81,11 @@ def within_noise(a_us: float, a_margin: float, b_us: float, b_margin: float) -> 
     return abs(a_us - b_us) <= min(noise, TIE_CEILING * least)
 
 
+def may_tie(us: float, least_us: float) -> bool:
+    """Whether a time may tie with a shorter one, however noisy both are."""
+    return us - least_us <= TIE_CEILING * least_us
+
+
 def margin_us(p20: float, p80: float, count: int) -> float:
     """Half-width of the 95 % interval of a median, by a normal approximation from quantiles."""
     deviation = (p80 - p20) / 1.683  # p80 - p20 of a unit normal

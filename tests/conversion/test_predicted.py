@@ -164,6 +164,16 @@ def test_beyond_the_measured_m_a_range_is_predicted() -> None:
     assert all(choice.m < far[0] for choice in converted(k, n).sites["0"].routes[0].choices)
 
 
+def test_a_weight_gradient_is_predicted_at_few_m() -> None:
+    """Each number of samples has its own table, of which one m is used."""
+    output, _, route = converted(*UNMEASURED, inference=False).sites["0"].routes
+    assert len(output.choices[0].table.measured_m) > 50
+    assert len(route.choices) == 9
+    for choice in route.choices:
+        assert choice.m == 1536 and len(choice.table.measured_m) < 10
+        assert choice.kernel == choice.pick.name
+
+
 def test_a_weight_gradient_names_its_product_and_where_it_was_measured() -> None:
     """Of 13 inputs, whose rows are unaligned, nothing is predicted."""
     route = converted(13, 512, inference=False, m_range=(16384, 16384)).sites["0"].routes[2]

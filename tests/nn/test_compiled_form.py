@@ -23,7 +23,7 @@ from lokakern.nn.linear import Linear
 from lokakern.nn.norm_gradient import is_fast
 from lokakern.sums import column_sums
 from tests.support import compiled_steps
-from tests.support.compiled_steps import compiled, step
+from tests.support.compiled_steps import codes_of, compiled, step
 from tests.support.routed_layers import BY_ROW, K, rows
 
 N = 2 * K
@@ -133,16 +133,13 @@ def test_a_compiler_does_not_round_sums_for_a_bias_of_float32(transposes: bool) 
 
 def test_no_product_of_a_layer_with_one_output_is_left_to_a_library() -> None:
     model, x = nn.Sequential(nn.ReLU(), linear(K, 1)), rows(48).requires_grad_()
-    with torch._inductor.config.patch(force_disable_caches=True):
-        _, codes = run_and_get_code(lambda: step(torch.compile(model, fullgraph=True), x))
-        assert len(codes) == 2 and not any("mm(" in code for code in codes)
-        with torch.no_grad():
-            torch._dynamo.reset()
-            _, codes = run_and_get_code(torch.compile(model, fullgraph=True), x)
-            assert len(codes) == 1 and "mm(" not in codes[0]
-        torch._dynamo.reset()
-        _, codes = run_and_get_code(lambda: step(torch.compile(plain_of(model)), x))
-        assert all("mm(" in code for code in codes)
+    codes = codes_of(model, x)
+    assert len(codes) == 2 and not any("mm(" in code for code in codes)
+    with torch.no_grad():
+        (code,) = codes_of(model, x)
+    assert "mm(" not in code
+    codes = codes_of(plain_of(model), x)
+    assert len(codes) == 2 and all("mm(" in code for code in codes)
 
 
 def test_sums_of_a_bias_have_the_order_of_kernels() -> None:
@@ -297,10 +294,9 @@ def test_a_compiler_looks_through_what_it_fuses() -> None:
             adopt(module)
     for layer in (x for x in model.modules() if isinstance(x, Linear)):
         in_form(layer)
-    run = torch.compile(model, fullgraph=True)
-    x = rows(160).requires_grad_()
-    with torch._inductor.config.patch(force_disable_caches=True, force_pointwise_cat=True):
-        _, codes = run_and_get_code(lambda: step(run, x))
+    with torch._inductor.config.patch(force_pointwise_cat=True):
+        codes = codes_of(model, rows(160).requires_grad_())
+    assert len(codes) == 2
     assert codes[-1].count("= lokakern_bias_gradient(") == 1
 
 
@@ -337,19 +333,16 @@ class Heads(nn.Module):
 
 @pytest.mark.parametrize("transposes", [False, True])
 def test_a_compiler_sums_where_it_reads_along_rows(transposes: bool) -> None:
-    layer, x = linear(), rows(48)
-    layers = layer, plain_of(layer)
+    x, model = rows(48), Heads(linear(), transposes=transposes)
+    plain = plain_of(model)
     # On a GPU a concatenation is computed where it is read.
-    settings = torch._inductor.config.patch(force_disable_caches=True, force_pointwise_cat=True)
-    found = []
-    with settings:
-        for each in layers:
-            torch._dynamo.reset()
-            run = torch.compile(Heads(each, transposes=transposes), fullgraph=True)
-            made, codes = run_and_get_code(lambda run=run: results(run, x))
-            found.append((made, any("lokakern_bias_gradient(" in code for code in codes)))
-    assert [is_apart for _, is_apart in found] == [transposes, False]
-    for one, other in zip(found[0][0], found[1][0], strict=True):
+    with torch._inductor.config.patch(force_disable_caches=True, force_pointwise_cat=True):
+        run = torch.compile(model, fullgraph=True)
+        made, codes = run_and_get_code(lambda: results(run, x))
+        others = codes_of(plain, x.clone().requires_grad_())
+    assert any("lokakern_bias_gradient(" in code for code in codes) is transposes
+    assert len(others) == 2 and not any("lokakern_bias_gradient(" in code for code in others)
+    for one, other in zip(made, results(plain, x), strict=True):
         assert (one.double() - other.double()).norm() <= 0.01 * other.double().norm()
 
 

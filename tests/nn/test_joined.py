@@ -25,7 +25,7 @@ from lokakern.nn.static_handoff import BoundedSequential, set_handoff
 from lokakern.norm import norm_named, normalize
 from lokakern.sums import column_sums
 from tests.support import compiled_steps
-from tests.support.compiled_steps import Behind, compiled, step
+from tests.support.compiled_steps import Behind, codes_of, compiled, step
 from tests.support.routed_layers import BY_ROW, K, layer_of, rows
 
 N = 2 * K
@@ -103,7 +103,8 @@ def check(model: nn.Sequential, x: Tensor, calls: int, factor: float = 1.2) -> N
             layer.take_form("")
     exact = copy.deepcopy(plain).double()
     found = []
-    for each in (compiled(model, fullgraph=True), compiled(plain, fullgraph=True), exact):
+    run = compiled(model, fullgraph=True)
+    for each in (run, plain, exact):
         given = (x.double() if each is exact else x.clone()).detach().requires_grad_()
         y = step(each, given)
         found.append([y.double(), *gradients(getattr(each, "_orig_mod", each), given)])
@@ -112,7 +113,7 @@ def check(model: nn.Sequential, x: Tensor, calls: int, factor: float = 1.2) -> N
     for one, other, right in zip(mine, theirs, true, strict=True):
         size = right.norm() + 1e-30
         assert (one - right).norm() / size <= factor * (other - right).norm() / size + 1e-3
-    assert calls_of(compiled(model), x.clone().requires_grad_()) == calls
+    assert calls_of(run, x.clone().requires_grad_()) == calls
 
 
 @pytest.mark.parametrize("shape", [(48, K), (1, K), (2, 3, K)])
@@ -485,7 +486,7 @@ def test_a_compiler_computes_an_activation_where_it_computes_what_comes_after(
     assert any("lokakern_norm_gradient(" in code for code in codes) is not is_generated
     mine = gradients(model, x)
     x.grad = None
-    step(torch.compile(Doubled(plain)), x)
+    step(Doubled(plain), x)
     for one, other in zip(mine, gradients(plain, x), strict=True):
         assert (one - other).norm() <= 1e-2 * other.norm()
 
@@ -505,9 +506,7 @@ def test_a_compiler_does_not_round_sums_for_a_bias_of_float32(last: str) -> None
 def test_products_quantize_a_gradient_that_is_summed_for_a_bias() -> None:
     """A compiler would join both reductions, see `lokakern.nn.inductor`."""
     layer = layer_of((BY_ROW, BY_ROW, BY_ROW), n=K, bias=True)
-    run = torch.compile(Doubled(model_of(layer, nn.ReLU())), fullgraph=True)
-    with torch._inductor.config.patch(force_disable_caches=True):
-        _, codes = run_and_get_code(lambda: step(run, rows(48).requires_grad_()))
+    codes = codes_of(Doubled(model_of(layer, nn.ReLU())), rows(48).requires_grad_())
     products = [x for x in codes[-1].splitlines() if "= lokakern_routed_gemm(" in x]
     assert len(products) == 1 and "routed_gemm(None" not in products[0]
 

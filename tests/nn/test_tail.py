@@ -107,9 +107,14 @@ def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
 def trained(model: nn.Module, x: Tensor, **options: Any) -> list[Tensor]:
     """The output and all gradients of a compiled step."""
     torch._dynamo.reset()
+    return trained_by(compiled(model, fullgraph=True, **options), model, x)
+
+
+def trained_by(run: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor) -> list[Tensor]:
+    """The output and all gradients of a step of a model, compiled or itself."""
     x = x.detach().clone().requires_grad_()
     model.zero_grad()
-    y = step(compiled(model, fullgraph=True, **options), x)
+    y = step(run, x)
     return [y.detach().double(), *gradients(model, x)]
 
 
@@ -375,9 +380,10 @@ def test_gradients_are_as_exact_as_those_of_the_modules(
     model = block(run, relus=relus)
     plain, exact = twin_of(model), twin_of(model).double()
     count = len(names) + (run is of_sequences)  # a layer with a relu in the sequence
-    assert calls_of(compiled(model, fullgraph=True), rows(48).requires_grad_()) == count
-    mine, theirs = trained(model, rows(48)), trained(plain, rows(48))
-    true = trained(exact, rows(48).double())
+    compiled_model = compiled(model, fullgraph=True)
+    assert calls_of(compiled_model, rows(48).requires_grad_()) == count
+    mine, theirs = trained_by(compiled_model, model, rows(48)), trained_by(plain, plain, rows(48))
+    true = trained_by(exact, exact, rows(48).double())
     assert torch.equal(mine[0], theirs[0])
     for one, other, right in zip(mine, theirs, true, strict=True):
         size = right.norm() + 1e-30
@@ -511,8 +517,9 @@ def test_the_modules_run_where_anything_is_unusual(
     for each in (model, plain):
         change(each)
     x = rows(32).to(model.fc.weight.dtype).requires_grad_()
-    assert calls_of(compiled(model), x) == count
-    mine, theirs = trained_freely(model, x), trained_freely(plain, x)
+    run = compiled(model)
+    assert calls_of(run, x) == count
+    mine, theirs = trained_by(run, model, x), trained_by(plain, plain, x)
     assert torch.equal(mine[0], theirs[0])
     for one, other in zip(mine, theirs, strict=True):
         assert (one - other).norm() <= 0.05 * other.norm() + 1e-6

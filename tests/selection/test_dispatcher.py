@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import random
 import sys
 import time as clock
 from dataclasses import replace
@@ -20,6 +21,7 @@ from lokakern.registry.schema.records import KernelRow
 from lokakern.registry.staleness import is_current
 from lokakern.registry.storage.merge import merge
 from lokakern.selection import candidates, dispatcher, ties
+from lokakern.selection import table as tables
 from lokakern.selection.dispatcher import Choice, dispatch
 from lokakern.types import (
     REALISTIC_DISTRIBUTIONS,
@@ -192,6 +194,39 @@ def test_the_winner_changes_where_interpolated_times_cross(book: Book) -> None:
     for m in range(4000, 8300, 7):
         place = table.breakpoints[max(i for i, b in enumerate(table.breakpoints) if b <= m)]
         assert table.winners[table.breakpoints.index(place)] == table.pick(m).name
+
+
+def test_kernels_that_cannot_win_are_not_asked(book: Book, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reasons against them are found when they are asked for."""
+    book.write(*measured(), time(TENSOR, gemm(4096), 15.0), accuracy(TENSOR, gemm(1), 0.04))
+    asked = []
+    refusal = Kernel.refusal
+
+    def recorded(self: Kernel, problem: Problem, device: Device) -> str | None:
+        asked.append(self.name)
+        return refusal(self, problem, device)
+
+    monkeypatch.setattr(Kernel, "refusal", recorded)
+    choice = ask()
+    assert choice.latency_us == 10.0 and {*asked} == {ROW, BF16}
+    assert choice.rejected[TENSOR] == "slower: 15.00 us" and TENSOR in asked
+
+
+def test_kernels_that_are_not_asked_change_no_choice(
+    book: Book, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = random.Random(0)
+    names = [BF16, ROW, TENSOR, "cuda.quantize_together_row+torch.scaled_mm_row"]
+    rows: list[Any] = [accuracy(name, gemm(1), draw.uniform(0.03, 0.05)) for name in names]
+    sizes = [256 * i for i in range(1, 60)]
+    rows += [time(name, gemm(m), draw.uniform(19.0, 21.0)) for name in names for m in sizes]
+    book.write(*rows)
+    picks = [ask(m).table.pick(m) for m in sizes]
+    monkeypatch.setattr(tables, "may_tie", lambda *_: True)
+    every = [ask(m).table.pick(m) for m in sizes]
+    assert [(p.name, p.time, p.tied) for p in picks] == [(p.name, p.time, p.tied) for p in every]
+    assert {p.name for p in picks} == {*names}
+    assert {len(p.tied) for p in picks} > {0, 1}
 
 
 @pytest.mark.parametrize("m", [1, 2048, 4095, 8193, 10**6])

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch._inductor.graph import GraphLowering
 
 
 def step(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -22,6 +26,32 @@ def calls_of(op: str, model: Callable[[Tensor], Tensor], x: Tensor) -> int:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
         step(model, x)
     return sum(event.name == op for event in found.events())
+
+
+class _NotRun(Exception):
+    """Generated code was called."""
+
+
+def codes_of(model: Callable[[Tensor], Tensor], x: Tensor) -> list[str]:
+    """What Inductor generates for a call, then for its gradients.
+
+    No C++ compiler runs, which takes 2 s for each kernel.
+    """
+    codes = []
+
+    def generated(graph: GraphLowering) -> SimpleNamespace:
+        codes.append(graph.codegen()[0].value)
+        return SimpleNamespace(call=mock.Mock(side_effect=_NotRun))
+
+    torch._dynamo.reset()
+    with (
+        torch._inductor.config.patch(force_disable_caches=True),
+        torch._functorch.config.patch(force_non_lazy_backward_lowering=True),
+        mock.patch.object(GraphLowering, "compile_to_module", generated),
+        suppress(_NotRun),
+    ):
+        torch.compile(model, fullgraph=True)(x)
+    return codes
 
 
 def compiled(model: nn.Module, **options: Any) -> Any:

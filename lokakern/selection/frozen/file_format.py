@@ -26,7 +26,7 @@ from lokakern.registry.register import KERNELS, NEEDS, Kernel, load_kernels
 from lokakern.registry.schema.row_keys import from_row, row_of
 from lokakern.selection.frozen.lookup import Choices, Key, Weight
 from lokakern.selection.rank_agreement import readable_digest
-from lokakern.selection.table import FrozenTable, Origin, Table
+from lokakern.selection.table import FrozenTable, Origin, Ranges, Table
 from lokakern.types import (
     CHOICE_REGIMES,
     Device,
@@ -366,11 +366,11 @@ def _table(row: _Table, device: Device, kernels: dict[str, Kernel], origin: Orig
         is_known = winner in kernels or (winner == "" and miss)
         _expect(is_known, f"a winner of {problem} is {winner!r}; expected a kernel of the file")
     budget = None if row.budget is None else ErrorBudget(**row.budget)
+    found = [kernels[name] if name else None for name in row.winners]
     table = FrozenTable(
         problem, device, budget, row.distributions, row.regime, callable_here=True,
-        needs=frozenset(row.needs), breakpoints=row.breakpoints, winners=row.winners,
-        kernels=[kernels[name] if name else None for name in row.winners], misses=row.misses,
-        origin=origin,
+        needs=frozenset(row.needs), origin=origin,
+        ranges=Ranges(row.breakpoints, row.winners, found, row.misses),
     )  # fmt: skip
     _check_kernels(table)
     return table

@@ -65,9 +65,13 @@ def predicted_errors(kernel: KernelRow, problem: Problem, evidence: Evidence) ->
 
 
 def _is_wrong(kernel: KernelRow, key: str, evidence: Evidence) -> bool:
-    own = evidence.facts.accuracy_cells(evidence.device.architecture, kernel.name, key)
-    current = (c for c in own if evidence.freshness(c) != "stale")
-    return unsafe(current, lambda c: (c.distribution, c.parameters, c.seed)) is not None
+    place = kernel.name, key
+    if place not in evidence.memory:
+        own = evidence.facts.accuracy_cells(evidence.device.architecture, kernel.name, key)
+        current = (c for c in own if evidence.freshness(c) != "stale")
+        bad = unsafe(current, lambda c: (c.distribution, c.parameters, c.seed))
+        evidence.memory[place] = "" if bad is None else bad.status
+    return bool(evidence.memory[place])
 
 
 def with_predicted_errors(

@@ -104,20 +104,22 @@ class Forecast:
     @cached_property
     def times_us(self) -> dict[str, NDArray[np.float64]]:
         """Predicted times by kernel, one for each cell of m."""
+        return self._times_us(self._m)
+
+    def _times_us(self, m: NDArray[np.int64]) -> dict[str, NDArray[np.float64]]:
+        """Predicted times by kernel, one for each m."""
         found = {}
         for candidate in self.candidates:
             if candidate.name != PADDED or self._predicts_padding:
                 granularity = candidate.granularity
-                found[candidate.name] = self._times(candidate.name, self._problem, granularity)
+                found[candidate.name] = self._times(candidate.name, self._problem, granularity, m)
         wide = padded_problem(self._problem)
         base = baseline_name(self._problem)
         if wide is not None and base in self._model.kernels and not self._predicts_padding:
-            times = self._times(base, wide, Granularity.NONE)
+            times = self._times(base, wide, Granularity.NONE, m)
             if not self._is_compiled:
                 rate = self._model.content.rates.bytes_per_us
-                times = times + np.array(
-                    [self._bytes_copied(int(m)) / rate for m in self._m.tolist()]
-                )
+                times = times + np.array([self._bytes_copied(x) / rate for x in m.tolist()])
             found[PADDED] = times
         return found
 
@@ -129,11 +131,13 @@ class Forecast:
     def _bytes_copied(self, m: int) -> int:
         return bytes_copied(replace(self._problem, m=m))
 
-    def _times(self, name: str, problem: Problem, granularity: Granularity) -> NDArray[np.float64]:
+    def _times(
+        self, name: str, problem: Problem, granularity: Granularity, m: NDArray[np.int64]
+    ) -> NDArray[np.float64]:
         rates = self._model.content.rates
         if name in self._laws:
-            return self._laws[name].times_us(problem, self._m, rates.compute_units)
-        base, rows = described(problem, self._m, granularity, rates, pads=name == PADDED)
+            return self._laws[name].times_us(problem, m, rates.compute_units)
+        base, rows = described(problem, m, granularity, rates, pads=name == PADDED)
         found: NDArray[np.float64] = base * np.exp(self._model.forest(name)(rows))
         return found
 
@@ -185,41 +189,44 @@ class Forecast:
         if self._model.transferred_from:
             return []
         spreads = self._model.content.spreads
-        cells = {m: self._cell(m) for m in (*SAMPLED_M, self._problem.m, *at) if self.covers(m)}
-        slower = {
-            m: math.exp(-spreads[KINDS[int(self._kinds[cell])]].low) for m, cell in cells.items()
-        }
+        places = {m: self._cell(m) for m in (*SAMPLED_M, self._problem.m, *at) if self.covers(m)}
+        cells = sorted({*places.values()})
+        slower = [math.exp(-spreads[KINDS[kind]].low) for kind in self._kinds[cells].tolist()]
+        times_us = self._times_us(self._m[cells])
         found = []
         for candidate in self.candidates:
-            times_us = self.times_us.get(candidate.name)
-            if times_us is None:
+            if candidate.name not in times_us:
                 continue
             is_plain = candidate.unquantized
-            times = {
-                m: Time(float(times_us[cell]) * (1.0 if is_plain else slower[m]), 0.0,
-                        FRESHNESS[0], 0)
-                for m, cell in cells.items()
-            }  # fmt: skip
+            its_us = times_us[candidate.name] * (1.0 if is_plain else np.array(slower))
+            timed = [Time(us, 0.0, FRESHNESS[0], 0) for us in its_us.tolist()]
+            by_cell = dict(zip(cells, timed, strict=True))
+            times = {m: by_cell[cell] for m, cell in places.items()}
             how = "predicted" if is_plain else "predicted, at the lower end of its speedup"
             found.append(replace(candidate, times=times, estimated=how))
         return found
 
-    def choose(self, m: int, legal: Collection[str]) -> tuple[Candidate, Prediction] | None:
-        """The choice among legal kernels at m; None if no unquantized one is legal, but exists."""
+    def choose(
+        self, m: int, is_legal: Callable[[str], bool]
+    ) -> tuple[Candidate, Prediction] | None:
+        """The choice among legal kernels at m; None if no unquantized one is legal, but exists.
+
+        Kernels that cannot be chosen are not asked for.
+        """
         cell = self._cell(m)
-        named = [c for c in self.candidates if c.name in legal]
+        named = list(self.candidates)
         if self._laws:
             named = [c for c in named if self._spread(c.name, m) is not None]
         if baseline_name(self._problem) is None:
-            return self._least(m, named)
+            return self._least(m, named, is_legal)
         found = sorted(
             ((self._counted_us(c, self.time_us(c.name, m)), c.name, c) for c in named),
             key=lambda x: x[:2],
         )
-        plain = next((x for x in found if x[2].unquantized), None)
+        plain = next((x for x in found if x[2].unquantized and is_legal(x[1])), None)
         if plain is None:
             return None
-        best = next((x for x in found if not x[2].unquantized), None)
+        best = next((x for x in found if not x[2].unquantized and is_legal(x[1])), None)
         content = self._model.content
         if best is None:
             return plain[2], self._of_one(plain[1], m, plain[0])
@@ -244,7 +251,7 @@ class Forecast:
         )  # fmt: skip
 
     def _least(
-        self, m: int, candidates: Sequence[Candidate]
+        self, m: int, candidates: Sequence[Candidate], is_legal: Callable[[str], bool]
     ) -> tuple[Candidate, Prediction] | None:
         """The choice without an unquantized kernel."""
 
@@ -253,9 +260,9 @@ class Forecast:
             _, high = self._interval_us(candidate.name, m, us) or (us, us)
             return self._counted_us(candidate, high), candidate.name
 
-        if not candidates:
+        chosen = next((c for c in sorted(candidates, key=upper) if is_legal(c.name)), None)
+        if chosen is None:
             return None
-        chosen = min(candidates, key=upper)
         us = self._counted_us(chosen, self.time_us(chosen.name, m))
         return chosen, self._of_one(chosen.name, m, us)
 

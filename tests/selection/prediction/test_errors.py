@@ -81,7 +81,7 @@ def test_a_budget_holds_where_errors_of_one_seed_exceed_it(book: Book, predictin
 
 def test_a_report_has_the_bounds_of_dispatch(book: Book, predicting: None) -> None:
     book.write(*AROUND, time(BF16, ASKED, 20.0), time(ROW, ASKED, 10.0))
-    table = dispatcher.loose_table(ASKED, H200, None, {})
+    table = dispatcher.loose_table(ASKED, H200, None)
     for limit in (0.06, 0.045):
         asked = lokakern.dispatch("gemm", (4096, 512, 512), limit, device=H200)
         assert table.within(ErrorBudget.of(limit)).pick(4096).name == asked.kernel
