@@ -87,22 +87,36 @@ static __device__ inline Floats all(float value) {
     return every;
 }
 
-// 1 / value, rounded, of what is far from the ends of the range.
-static __device__ inline float rounded_reciprocal(float value) {
-    const float near = reciprocal(value);
-    return __builtin_fmaf(__builtin_fmaf(-near, value, 1.0f), near, near);
-}
-// Elements of x / by, rounded, from the rounded reciprocals of `by`: where all are far from the ends of
-// the range, or x is small enough to count as 0.
+// 1 / value in two parts: rounded, and what that lacks; of what is far from the ends of the range.
 template <typename Floats>
-static __device__ inline Floats quotient(Floats x, Floats by, Floats inverse) {
-    const Floats near = x * inverse;
-    return __builtin_elementwise_fma(__builtin_elementwise_fma(-near, by, x), inverse, near);
+struct Inverse {
+    Floats near, rest;
+};
+static __device__ inline Inverse<float> inverse_of(float value) {
+    const float guess = reciprocal(value);
+    const float near = __builtin_fmaf(__builtin_fmaf(-guess, value, 1.0f), guess, guess);
+    return {near, __builtin_fmaf(-near, value, 1.0f) * near};
+}
+// Elements of x / value: where all are far from the ends of the range, or x is small enough to count as
+// 0. They round to the FP8 of the rounded quotient, except where the fraction of the value has all bits.
+template <typename Floats>
+static __device__ inline Floats quotient(Floats x, Inverse<Floats> of) {
+    return __builtin_elementwise_fma(x, of.near, x * of.rest);
 }
 
-// The largest of a size and of four numbers' sizes; NaN counts as nothing.
+// NaN is larger than all on gfx950, and counts as nothing on gfx942, which has no such instruction.
+#if defined(__gfx942__)
+constexpr bool NAN_IS_LARGEST = false;
+static __device__ inline float larger(float x, float y) { return __builtin_fmaxf(x, y); }
+static __device__ inline float at_least_0(float x) { return x > 0.0f || x != x ? x : 0.0f; }
+#else
+constexpr bool NAN_IS_LARGEST = true;
+static __device__ inline float larger(float x, float y) { return __builtin_elementwise_maximum(x, y); }
+static __device__ inline float at_least_0(float x) { return larger(x, 0.0f); }
+#endif
+// The largest of a size and of four numbers' sizes.
 static __device__ inline float largest_size(float size, Floats4 some) {
-    for (int i = 0; i < 4; ++i) size = __builtin_fmaxf(size, __builtin_fabsf(some[i]));
+    for (int i = 0; i < 4; ++i) size = larger(size, __builtin_fabsf(some[i]));
     return size;
 }
 

@@ -62,13 +62,22 @@ struct Largest {  // of sizes, whose bits are in the order of the numbers
 
 static __device__ inline Floats4 activated(Floats4 z) {
 #if ACTIVATION == 1
-    for (int t = 0; t < 4; ++t) z[t] = z[t] > 0.0f || z[t] != z[t] ? z[t] : 0.0f;
+    for (int t = 0; t < 4; ++t) z[t] = at_least_0(z[t]);
 #elif ACTIVATION == 2
-    Floats4 gate = z + 3.0f;
-    for (int t = 0; t < 4; ++t) gate[t] = between_0_and_1(gate[t] * (1.0f / 6.0f));
+    Floats4 gate;
+    for (int t = 0; t < 4; ++t) gate[t] = between_0_and_1(__builtin_fmaf(z[t], 1.0f / 6.0f, 0.5f));
     z *= gate;
 #elif ACTIVATION == 3
-    for (int t = 0; t < 4; ++t) z[t] *= reciprocal(1.0f + power_of_two(z[t] * -1.44269504f));
+    // z * (e / (e + 2^-25)), where e = exp(z) * 2^-25 is 1 at most, and 0 of NaN. So four sums lie between
+    // 2^-25 and 1, and share a reciprocal: NaN and infinity stay where they are.
+    constexpr float LEAST = 0x1p-25f;
+    Floats4 e = __builtin_elementwise_fma(z, all<Floats4>(1.44269504f), all<Floats4>(-25.0f));
+    for (int t = 0; t < 4; ++t) e[t] = between_0_and_1(power_of_two(e[t]));
+    const Floats4 sums = e + LEAST;
+    const Floats2 first{sums[0], sums[1]}, second{sums[2], sums[3]}, both = first * second;
+    const Floats2 inverse = Floats2{both[1], both[0]} * reciprocal(both[0] * both[1]);
+    const Floats2 of_first = inverse * second, of_second = inverse * first;
+    z *= e * Floats4{of_first[0], of_first[1], of_second[0], of_second[1]};
 #endif
     return z;
 }
@@ -343,21 +352,25 @@ extern "C" __global__ __launch_bounds__(256) WAVES_AT_ONCE void gemm_norm(
         Stored words[DOWN][ACROSS / TOGETHER];
 #if OUT
         clear_columns();
-        Floats4 nothing{};  // NaN where a number is not finite
-        for (const auto& row : sums)
-            for (const Floats4& some : row) nothing += some * 0.0f;
-        const bool are_finite = !any_lane(nothing[0] + nothing[1] + nothing[2] + nothing[3] != 0.0f);
 #pragma unroll
         for (int first = 0; first < ACROSS; first += UNDER) {
-            OfRows scale;
+            OfRows scale, largest{};
+            Floats4 nothing{};  // NaN where a number is not finite
+            for (int i = 0; i < DOWN; ++i) {
+                for (int j = first; j < first + UNDER && j < ACROSS; ++j) {
+                    largest[i] = largest_size(largest[i], sums[i][j]);
+                    if (!NAN_IS_LARGEST) nothing += sums[i][j] * 0.0f;
+                }
+                if (NAN_IS_LARGEST) nothing[i] = largest[i] * 0.0f;
+            }
+            const bool are_finite =
+                !any_lane(nothing[0] + nothing[1] + nothing[2] + nothing[3] != 0.0f);
 #if OUT == 3
             for (int i = 0; i < DOWN; ++i) scale[i] = out_scale[0];
-            const bool is_usual = are_finite && !any_lane(!(scale[0] > 0x1p-60f && scale[0] < 0x1p60f));
+            const bool has_all_bits = (bits_of(scale[0]) + 1) << 9 == 0;
+            const bool is_usual = are_finite && !any_lane(!(scale[0] > 0x1p-60f && scale[0] < 0x1p60f) ||
+                                                          has_all_bits);
 #else
-            OfRows largest{};
-            for (int i = 0; i < DOWN; ++i)
-                for (int j = first; j < first + UNDER && j < ACROSS; ++j)
-                    largest[i] = largest_size(largest[i], sums[i][j]);
             if (!are_finite) {
                 for (int i = 0; i < DOWN; ++i) {
                     largest[i] = 0.0f;
@@ -371,14 +384,20 @@ extern "C" __global__ __launch_bounds__(256) WAVES_AT_ONCE void gemm_norm(
                 }
             }
             largest = of_whole_rows(largest, Largest{}, Constant<UNDER_WAVES>{});
-            unsigned smallest = ~0u;  // of bits less 1, of which 0 has the most
+            // Of bits less 1, of which 0 has the most; and of the fraction above that from which a scale's
+            // has all bits.
+            unsigned smallest = ~0u, nearest = ~0u;
             for (int i = 0; i < DOWN; ++i) {
                 const unsigned bits = bits_of(largest[i]) - 1;
                 smallest = bits < smallest ? bits : smallest;
+                const unsigned above = (bits_of(largest[i]) + 1 - bits_of(LARGEST_FP8)) << 9;
+                nearest = above < nearest ? above : nearest;
             }
-            const bool is_usual = are_finite && !any_lane(smallest < bits_of(0x1p-50f) - 1);
+            const bool is_usual =
+                are_finite && !any_lane(smallest < bits_of(0x1p-50f) - 1 || nearest == 0);
             if (is_usual) {
-                scale = quotient(largest, all<OfRows>(LARGEST_FP8), all<OfRows>(1.0f / LARGEST_FP8));
+                constexpr float NEAR = 1.0f / LARGEST_FP8, REST = 1.0 / LARGEST_FP8 - NEAR;
+                scale = quotient(largest, Inverse<OfRows>{all<OfRows>(NEAR), all<OfRows>(REST)});
                 for (int i = 0; i < DOWN; ++i) scale[i] = largest[i] == 0.0f ? 1.0f : scale[i];
             } else {
                 for (int i = 0; i < DOWN; ++i) scale[i] = scale_of(largest[i]);
@@ -393,9 +412,10 @@ extern "C" __global__ __launch_bounds__(256) WAVES_AT_ONCE void gemm_norm(
             }
 #endif
             if (is_usual) {
-                OfRows inverse;
-                for (int i = 0; i < DOWN; ++i) inverse[i] = rounded_reciprocal(scale[i]);
                 for (int i = 0; i < DOWN; ++i) {
+                    const Inverse<float> inverse = inverse_of(scale[i]);
+                    const Inverse<Floats4> inverses{all<Floats4>(inverse.near),
+                                                    all<Floats4>(inverse.rest)};
                     for (int j = first; j < first + UNDER && j < ACROSS; ++j) {
                         Floats4 some = sums[i][j];
 #if OUT == 3
@@ -403,9 +423,7 @@ extern "C" __global__ __launch_bounds__(256) WAVES_AT_ONCE void gemm_norm(
                         for (int t = 0; t < 4; ++t)
                             some[t] = __builtin_amdgcn_fmed3f(some[t], -limit, limit);
 #endif
-                        const Floats4 ratios =
-                            quotient(some, all<Floats4>(scale[i]), all<Floats4>(inverse[i]));
-                        words[i][j / TOGETHER][j % TOGETHER] = encode_four(ratios);
+                        words[i][j / TOGETHER][j % TOGETHER] = encode_four(quotient(some, inverses));
                     }
                 }
             } else {

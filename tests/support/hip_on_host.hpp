@@ -101,6 +101,10 @@ static float middle_of(float x, float low, float high) {
     return std::max(std::min(x, low), std::min(std::max(x, low), high));
 }
 #define __builtin_amdgcn_fmed3f middle_of
+static float maximum(float x, float y) {  // of IEEE 754-2019: NaN is the largest, 0 larger than -0
+    return std::isnan(x) || (!std::isnan(y) && (x > y || (x == y && std::signbit(y)))) ? x : y;
+}
+#define __builtin_elementwise_maximum maximum
 #define __builtin_amdgcn_exp2f(exponent) std::exp2(exponent)
 
 // They may err by one unit in the last place, and take what is subnormal for 0, here in both places.

@@ -93,7 +93,7 @@ def test_products_take_two_fifths_of_norms_of_256_columns(architecture: str) -> 
     assert len(rows) == 4
     for row in rows:
         with_silu = " ACTIVATION=3 " in row["variant"]
-        least = {"gfx942": 0.47, "gfx950": 0.32}[architecture] if with_silu else 0.40
+        least = {"gfx942": 0.51, "gfx950": 0.37}[architecture] if with_silu else 0.40
         assert row["share_k1024"] >= least and row["loop_waits_k1024"] == 0, row
 
 
