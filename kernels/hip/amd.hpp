@@ -12,6 +12,7 @@
 #endif
 #endif
 
+typedef unsigned int Words2 __attribute__((ext_vector_type(2)));
 typedef unsigned int Words4 __attribute__((ext_vector_type(4)));
 typedef int Words8 __attribute__((ext_vector_type(8)));
 typedef float Floats4 __attribute__((ext_vector_type(4)));
@@ -77,6 +78,12 @@ static __device__ inline float reciprocal_root(float value) {
 
 static __device__ inline float between_0_and_1(float value) {
     return __builtin_amdgcn_fmed3f(value, 0.0f, 1.0f);
+}
+
+// Hides from the compiler where a value comes from: it keeps it in neighboring registers.
+template <typename Floats>
+static __device__ inline void hide(Floats& value) {
+    asm volatile("" : "+v"(value));
 }
 
 // A vector of one number.
@@ -238,7 +245,7 @@ static __device__ inline Floats4 lowered(Floats4 sums) { return sums; }
 // lanes work together: it would move the last one into a branch that some lanes do not take.
 static __device__ inline void settle(Floats4& sums) {
 #if !defined(__gfx942__)  // which has no scaled one; there it costs registers
-    asm volatile("" : "+v"(sums));
+    hide(sums);
 #endif
 }
 
@@ -262,9 +269,19 @@ public:
     __device__ inline unsigned load_4_bytes(unsigned offset) const {
         return __builtin_amdgcn_raw_buffer_load_b32(resource_, offset, 0, 0);
     }
-    // Four words, each within the end or past it.
+    // Words, each within the end or past it.
+    __device__ inline Words2 load_8_bytes(unsigned offset) const {
+        return __builtin_amdgcn_raw_buffer_load_b64(resource_, offset, 0, 0);
+    }
     __device__ inline Words4 load_16_bytes(unsigned offset) const {
         return __builtin_amdgcn_raw_buffer_load_b128(resource_, offset, 0, 0);
+    }
+    // One, two or four numbers.
+    template <typename Floats>
+    __device__ inline Floats load_floats(unsigned offset) const {
+        if constexpr (sizeof(Floats) == 4) return __builtin_bit_cast(Floats, load_4_bytes(offset));
+        else if constexpr (sizeof(Floats) == 8) return __builtin_bit_cast(Floats, load_8_bytes(offset));
+        else return __builtin_bit_cast(Floats, load_16_bytes(offset));
     }
 #if !defined(__gfx942__)
     // 16 bytes from SHIFT further on, past the registers, to where lanes lie side by side from SHIFT
@@ -309,9 +326,11 @@ public:
         for (int i = 0; i < COUNT; ++i) to[i * WAVE + lane_index()] = held_[i];
 #endif
     }
+    // For all but the LATER loads that a lane began last, at most 15.
+    template <int LATER = 0>
     __device__ inline void wait() {
 #if !defined(__gfx942__)
-        __builtin_amdgcn_s_waitcnt(0x0f70);  // vmcnt(0)
+        __builtin_amdgcn_s_waitcnt(0x0f70 | LATER);  // vmcnt
 #endif
     }
 

@@ -281,6 +281,8 @@ def test_products_of_two_loads_are_found() -> None:
 
 def test_copies_unfinished_at_a_barrier_are_found() -> None:
     assert unfinished_at_barriers(functions_of(TEXT)["two"]) == ["global_load_lds_dwordx4"]
+    behind = TEXT.replace("\tds_write", "\tglobal_load_dword v3, v0, s[2:3]\n\tds_write")
+    assert unfinished_at_barriers(functions_of(behind)["two"]) == []
 
 
 @needs_clang
