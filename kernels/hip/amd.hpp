@@ -12,6 +12,7 @@
 #endif
 #endif
 
+typedef unsigned int Words2 __attribute__((ext_vector_type(2)));
 typedef unsigned int Words4 __attribute__((ext_vector_type(4)));
 typedef int Words8 __attribute__((ext_vector_type(8)));
 typedef float Floats4 __attribute__((ext_vector_type(4)));
@@ -79,6 +80,12 @@ static __device__ inline float between_0_and_1(float value) {
     return __builtin_amdgcn_fmed3f(value, 0.0f, 1.0f);
 }
 
+// Hides from the compiler where a value comes from: it keeps it in neighboring registers.
+template <typename Floats>
+static __device__ inline void hide(Floats& value) {
+    asm volatile("" : "+v"(value));
+}
+
 // A vector of one number.
 template <typename Floats>
 static __device__ inline Floats all(float value) {
@@ -87,22 +94,36 @@ static __device__ inline Floats all(float value) {
     return every;
 }
 
-// 1 / value, rounded, of what is far from the ends of the range.
-static __device__ inline float rounded_reciprocal(float value) {
-    const float near = reciprocal(value);
-    return __builtin_fmaf(__builtin_fmaf(-near, value, 1.0f), near, near);
-}
-// Elements of x / by, rounded, from the rounded reciprocals of `by`: where all are far from the ends of
-// the range, or x is small enough to count as 0.
+// 1 / value in two parts: rounded, and what that lacks; of what is far from the ends of the range.
 template <typename Floats>
-static __device__ inline Floats quotient(Floats x, Floats by, Floats inverse) {
-    const Floats near = x * inverse;
-    return __builtin_elementwise_fma(__builtin_elementwise_fma(-near, by, x), inverse, near);
+struct Inverse {
+    Floats near, rest;
+};
+static __device__ inline Inverse<float> inverse_of(float value) {
+    const float guess = reciprocal(value);
+    const float near = __builtin_fmaf(__builtin_fmaf(-guess, value, 1.0f), guess, guess);
+    return {near, __builtin_fmaf(-near, value, 1.0f) * near};
+}
+// Elements of x / value: where all are far from the ends of the range, or x is small enough to count as
+// 0. They round to the FP8 of the rounded quotient, except where the fraction of the value has all bits.
+template <typename Floats>
+static __device__ inline Floats quotient(Floats x, Inverse<Floats> of) {
+    return __builtin_elementwise_fma(x, of.near, x * of.rest);
 }
 
-// The largest of a size and of four numbers' sizes; NaN counts as nothing.
+// NaN is larger than all on gfx950, and counts as nothing on gfx942, which has no such instruction.
+#if defined(__gfx942__)
+constexpr bool NAN_IS_LARGEST = false;
+static __device__ inline float larger(float x, float y) { return __builtin_fmaxf(x, y); }
+static __device__ inline float at_least_0(float x) { return x > 0.0f || x != x ? x : 0.0f; }
+#else
+constexpr bool NAN_IS_LARGEST = true;
+static __device__ inline float larger(float x, float y) { return __builtin_elementwise_maximum(x, y); }
+static __device__ inline float at_least_0(float x) { return larger(x, 0.0f); }
+#endif
+// The largest of a size and of four numbers' sizes.
 static __device__ inline float largest_size(float size, Floats4 some) {
-    for (int i = 0; i < 4; ++i) size = __builtin_fmaxf(size, __builtin_fabsf(some[i]));
+    for (int i = 0; i < 4; ++i) size = larger(size, __builtin_fabsf(some[i]));
     return size;
 }
 
@@ -224,7 +245,7 @@ static __device__ inline Floats4 lowered(Floats4 sums) { return sums; }
 // lanes work together: it would move the last one into a branch that some lanes do not take.
 static __device__ inline void settle(Floats4& sums) {
 #if !defined(__gfx942__)  // which has no scaled one; there it costs registers
-    asm volatile("" : "+v"(sums));
+    hide(sums);
 #endif
 }
 
@@ -248,9 +269,19 @@ public:
     __device__ inline unsigned load_4_bytes(unsigned offset) const {
         return __builtin_amdgcn_raw_buffer_load_b32(resource_, offset, 0, 0);
     }
-    // Four words, each within the end or past it.
+    // Words, each within the end or past it.
+    __device__ inline Words2 load_8_bytes(unsigned offset) const {
+        return __builtin_amdgcn_raw_buffer_load_b64(resource_, offset, 0, 0);
+    }
     __device__ inline Words4 load_16_bytes(unsigned offset) const {
         return __builtin_amdgcn_raw_buffer_load_b128(resource_, offset, 0, 0);
+    }
+    // One, two or four numbers.
+    template <typename Floats>
+    __device__ inline Floats load_floats(unsigned offset) const {
+        if constexpr (sizeof(Floats) == 4) return __builtin_bit_cast(Floats, load_4_bytes(offset));
+        else if constexpr (sizeof(Floats) == 8) return __builtin_bit_cast(Floats, load_8_bytes(offset));
+        else return __builtin_bit_cast(Floats, load_16_bytes(offset));
     }
 #if !defined(__gfx942__)
     // 16 bytes from SHIFT further on, past the registers, to where lanes lie side by side from SHIFT
@@ -295,9 +326,11 @@ public:
         for (int i = 0; i < COUNT; ++i) to[i * WAVE + lane_index()] = held_[i];
 #endif
     }
+    // For all but the LATER loads that a lane began last, at most 15.
+    template <int LATER = 0>
     __device__ inline void wait() {
 #if !defined(__gfx942__)
-        __builtin_amdgcn_s_waitcnt(0x0f70);  // vmcnt(0)
+        __builtin_amdgcn_s_waitcnt(0x0f70 | LATER);  // vmcnt
 #endif
     }
 

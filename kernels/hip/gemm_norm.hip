@@ -18,11 +18,17 @@
 constexpr int WAVES = 4, WAVES_N = TILE_N == 192 ? 1 : TILE_N == 256 ? 4 : 2;
 constexpr int TILE_M = 64, WAVE_M = TILE_M * WAVES_N / WAVES, WAVE_N = TILE_N / WAVES_N;
 constexpr int DOWN = WAVE_M / 16, ACROSS = WAVE_N / 16;
-constexpr int STAGE = (TILE_M + TILE_N) * PARTS;  // places of a step
+// Rows of b that only one wave reads come from memory to its registers, others through local memory.
+#define ALONE (TILE_N == 256)
+constexpr int STAGED = TILE_M + (ALONE ? 0 : TILE_N), STAGE = STAGED * PARTS;  // rows, places of a step
 // The next step waits in registers where copies pass through them. Then two blocks of 128 columns fit
 // a compute unit of gfx942, and hide each other's waits.
 constexpr int STAGES = PAST_REGISTERS ? 2 : 1;
-constexpr int AHEAD = DOWN == 2 ? 2 : DOWN == 4 ? 3 : 4;  // fragments of b, which take 128 cycles to come
+// Fragments of b, which take 128 cycles to come. Those from memory are loaded one step ahead.
+constexpr int AHEAD = ALONE ? ACROSS : DOWN == 2 ? 2 : DOWN == 4 ? 3 : 4;
+// Products before the scale of one is applied, which waits until it is done. With three, fewer waves of
+// 128 columns would fit a SIMD of gfx950.
+constexpr int BEHIND = ALONE ? 3 : 2;
 constexpr int LATE = ACROSS - (DOWN > 1 ? 1 : 2);  // products before what came is put into local memory
 // Whether there are registers for bias, weight and shift before the loop.
 constexpr bool VECTORS_FIRST = ACROSS <= 4 && !(PAST_REGISTERS && TILE_N == 64);
@@ -62,13 +68,22 @@ struct Largest {  // of sizes, whose bits are in the order of the numbers
 
 static __device__ inline Floats4 activated(Floats4 z) {
 #if ACTIVATION == 1
-    for (int t = 0; t < 4; ++t) z[t] = z[t] > 0.0f || z[t] != z[t] ? z[t] : 0.0f;
+    for (int t = 0; t < 4; ++t) z[t] = at_least_0(z[t]);
 #elif ACTIVATION == 2
-    Floats4 gate = z + 3.0f;
-    for (int t = 0; t < 4; ++t) gate[t] = between_0_and_1(gate[t] * (1.0f / 6.0f));
+    Floats4 gate;
+    for (int t = 0; t < 4; ++t) gate[t] = between_0_and_1(__builtin_fmaf(z[t], 1.0f / 6.0f, 0.5f));
     z *= gate;
 #elif ACTIVATION == 3
-    for (int t = 0; t < 4; ++t) z[t] *= reciprocal(1.0f + power_of_two(z[t] * -1.44269504f));
+    // z * (e / (e + 2^-25)), where e = exp(z) * 2^-25 is 1 at most, and 0 of NaN. So four sums lie between
+    // 2^-25 and 1, and share a reciprocal: NaN and infinity stay where they are.
+    constexpr float LEAST = 0x1p-25f;
+    Floats4 e = __builtin_elementwise_fma(z, all<Floats4>(1.44269504f), all<Floats4>(-25.0f));
+    for (int t = 0; t < 4; ++t) e[t] = between_0_and_1(power_of_two(e[t]));
+    const Floats4 sums = e + LEAST;
+    const Floats2 first{sums[0], sums[1]}, second{sums[2], sums[3]}, both = first * second;
+    const Floats2 inverse = Floats2{both[1], both[0]} * reciprocal(both[0] * both[1]);
+    const Floats2 of_first = inverse * second, of_second = inverse * first;
+    z *= e * Floats4{of_first[0], of_first[1], of_second[0], of_second[1]};
 #endif
     return z;
 }
@@ -101,26 +116,37 @@ extern "C" __global__ __launch_bounds__(256) WAVES_AT_ONCE void gemm_norm(
     const int thread = thread_index(), lane = thread % WAVE, wave = uniform(thread / WAVE);
     const int quarter = lane / 16, line = lane % 16;
     const int wave_m = wave / WAVES_N * WAVE_M, wave_n = wave % WAVES_N * WAVE_N;
-    const int own_row = wave_m + line, own_column = wave_n + 4 * TOGETHER * quarter;
+    // A lane has DOWN neighboring rows, 16 apart in local memory.
+    const int place = wave_m + line, own_row = wave_m + DOWN * line;
+    const int own_column = wave_n + 4 * TOGETHER * quarter;
 
     const int rows = m - first_m < TILE_M ? m - first_m : TILE_M;
     Rows<TILE_M, WAVES> left_rows(
         a + static_cast<long>(first_m) * a_stride, rows, a_stride, k, wave,
-        [](int row) { return row; });
+        [](unsigned row) {
+            return row / WAVE_M * WAVE_M + row % 16 * DOWN + row % WAVE_M / 16;
+        });
+#if ALONE
+    Fragments<ACROSS> right_rows(
+        b, n, b_stride, k, [&](int j) { return wave_n + column_of(j, line); });
+#else
     Rows<TILE_N, WAVES> right_rows(b, n, b_stride, k, wave, [](unsigned row) {
         return row / WAVE_N * WAVE_N + column_of(row % WAVE_N / 16, row % 16);
     });
-    float scales_of_a[DOWN], scales_of_b[GROUPS];  // of the step that is on its way
+#endif
+    OfRows scales_of_a;  // of the step that is on its way
+    float scales_of_b[GROUPS];
+    Floats2 factors[GROUPS][(DOWN + 1) / 2];  // of a step's sums, for pairs of rows
     const float* next_scales = a_scale + first_m;
-    unsigned scale_bytes = 4 * rows, next_scale = 0;
-    const auto begin = [&](Words4* stage, int left) {  // of k, with this step
-        const bool is_last = left <= STEP;
-        left_rows.begin(stage, is_last);
-        right_rows.begin(stage + TILE_M * PARTS, is_last);
+    unsigned next_scale = 0;
+    const auto begin = [&](Words4* stage) {
+        left_rows.begin(stage);
+#if !ALONE
+        right_rows.begin(stage + TILE_M * PARTS);
+#endif
 #if BY_GROUP
-        const Buffer of_rows(next_scales, scale_bytes);
-        for (int i = 0; i < DOWN; ++i)
-            scales_of_a[i] = float_of(of_rows.load_4_bytes(4 * (own_row + 16 * i)));
+        const Buffer of_rows(next_scales, 4 * rows);
+        scales_of_a = of_rows.load_floats<OfRows>(4 * own_row);
         for (int group = 0; group < GROUPS; ++group) {
             const int column = wave_n + 128 * group < n ? wave_n + 128 * group : 0;
             // As the others, though all lanes share it: waits for local memory would wait for a scalar.
@@ -128,48 +154,65 @@ extern "C" __global__ __launch_bounds__(256) WAVES_AT_ONCE void gemm_norm(
             scales_of_b[group] = float_of(of_b.load_4_bytes(next_scale));
         }
         next_scales += a_scale_stride;
-        scale_bytes = is_last ? 0 : scale_bytes;
         next_scale += 4;
 #endif
     };
     const auto put = [&](Words4* stage) {
         left_rows.put(stage);
+#if !ALONE
         right_rows.put(stage + TILE_M * PARTS);
+#endif
     };
     const auto wait = [&] {
+#if ALONE
+        left_rows.wait<right_rows.LOADS>();
+#else
         left_rows.wait();
         right_rows.wait();
+#endif
+#if BY_GROUP
+        for (int group = 0; group < GROUPS; ++group)
+            for (int i = 0; i < DOWN; ++i)
+                factors[group][i / 2][i % 2] = scales_of_a[i] * (scales_of_b[group] * RAISED);
+#endif
         barrier();
+    };
+    const auto end_tail = [&](Words4* stage, int left) {
+        clear_tail<STAGED, WAVES * WAVE>(stage, left);
+#if ALONE
+        right_rows.clear_tail(left);
+#endif
     };
 
     Floats4 sums[DOWN][ACROSS] = {};
     // The product of a step. It calls `first` when its first fragments are on their way from local
-    // memory, and `last` before its last products, when it has read all of them.
-    const auto add = [&](const Words4* stage, auto first, auto last) {
+    // memory, `last` before its last products, when it has read all of them, and `used` behind the
+    // products of each fragment of b.
+    const auto add = [&](const Words4* stage, auto first, auto last, auto used) {
         Words8 left[DOWN], right[AHEAD];
         const auto read = [&](int j) {
+#if ALONE
+            right[j] = right_rows.fragment(j);
+#else
             right[j % AHEAD] = fragment(stage, TILE_M + wave_n + 16 * j + line, quarter);
+#endif
         };
         read(0);
-        for (int i = 0; i < DOWN; ++i) left[i] = fragment(stage, own_row + 16 * i, quarter);
+        for (int i = 0; i < DOWN; ++i) left[i] = fragment(stage, place + 16 * i, quarter);
         for (int j = 1; j < AHEAD; ++j) read(j);
-        OfRows factors[GROUPS];
-#if BY_GROUP
-        for (int group = 0; group < GROUPS; ++group)
-            for (int i = 0; i < DOWN; ++i)
-                factors[group][i] = scales_of_a[i] * (scales_of_b[group] * RAISED);
-#endif
         keep_order();
         first();
         keep_order();
 #if BY_GROUP
-        // Products without their scales, which are applied two products later: at once, they would
-        // wait until the product is done.
-        Floats4 parts[3];
+        Floats4 parts[BEHIND + 1];  // products without their scales
         const auto scale = [&](int done) {
             const int i = done % DOWN, j = done / DOWN;
-            if (done >= 0) sums[i][j] += parts[done % 3] * factors[j / 8][i];
+            if (done >= 0)
+                sums[i][j] += parts[done % (BEHIND + 1)] * factors[j / 8][i / 2][i % 2];
         };
+        // Else clang 22 copies one beside a register that a load is filling, and waits for the load.
+        for (auto& of : factors)
+            for (Floats2& pair : of) hide(pair);
 #endif
 #pragma unroll
         for (int j = 0; j < ACROSS; ++j) {
@@ -178,8 +221,8 @@ extern "C" __global__ __launch_bounds__(256) WAVES_AT_ONCE void gemm_norm(
 #pragma unroll
             for (int i = 0; i < DOWN; ++i) {
                 const int number = j * DOWN + i;
-                parts[number % 3] = multiply_lowered(right[j % AHEAD], left[i]);
-                scale(number - 2);
+                parts[number % (BEHIND + 1)] = multiply_lowered(right[j % AHEAD], left[i]);
+                scale(number - BEHIND);
             }
 #else
 #pragma unroll
@@ -190,16 +233,16 @@ extern "C" __global__ __launch_bounds__(256) WAVES_AT_ONCE void gemm_norm(
             }
 #endif
             if (j + AHEAD < ACROSS) read(j + AHEAD);
+            used(j);
             keep_order();
         }
 #if BY_GROUP
-        scale(DOWN * ACROSS - 2);
-        scale(DOWN * ACROSS - 1);
+        for (int last = BEHIND; last > 0; --last) scale(DOWN * ACROSS - last);
 #endif
     };
 
     // What the epilogue needs comes before the loop, if there are registers for it.
-    float of_rows[DOWN];
+    OfRows of_rows;
     Floats4 of_columns[ACROSS], of_bias[ACROSS], of_weight[ACROSS], of_shift[ACROSS];
     const auto load = [&](const float* from, Floats4* to) {
         const Buffer columns(from, from ? 4 * n : 0);
@@ -210,8 +253,7 @@ extern "C" __global__ __launch_bounds__(256) WAVES_AT_ONCE void gemm_norm(
     const auto load_row_scales = [&] {
 #if !BY_GROUP
         const Buffer row_scales(a_scale + first_m, 4 * rows);
-        for (int i = 0; i < DOWN; ++i)
-            of_rows[i] = float_of(row_scales.load_4_bytes(4 * (own_row + 16 * i)));
+        of_rows = row_scales.load_floats<OfRows>(4 * own_row);
         load(b_scale, of_columns);
 #endif
     };
@@ -225,30 +267,40 @@ extern "C" __global__ __launch_bounds__(256) WAVES_AT_ONCE void gemm_norm(
 
     Words4 *now = stages, *next = stages + (STAGES - 1) * STAGE;
     int left = k;  // with this step
-    begin(now, left);
+    const auto load_next = [&](int j) {
+#if ALONE
+        right_rows.load(j);
+#endif
+    };
+    begin(now);
+    keep_order();  // `wait` counts loads
+    for (int j = 0; j < ACROSS; ++j) load_next(j);
+    keep_order();
     put(now);
     wait();
-    if (left < STEP) clear_tail<TILE_M + TILE_N, WAVES * WAVE>(now, left);
     const auto turn = [&] {
-        const auto first = [&] { begin(next, left - STEP); };
+        const auto first = [&] { begin(next); };
         const auto last = [&] {
             if (STAGES == 1) barrier();  // all have read what is overwritten
             put(next);
         };
-        add(now, first, last);
+        add(now, first, last, load_next);
         wait();
         left -= STEP;
         Words4* const was = now;
         now = next;
         next = was;
     };
-    turn();
-    while (left >= STEP) turn();
-    if (left > 0) {
-        clear_tail<TILE_M + TILE_N, WAVES * WAVE>(now, left);
-        add(now, [] {}, [] {});
-        if (STAGES == 1) barrier();  // before sums are exchanged there
+    if (left > STEP) {
+        turn();
+        while (left > STEP) turn();
+    } else {
+        for (auto& row : sums)
+            for (Floats4& some : row) hide(some);  // else its zeros would be made before the branch
     }
+    if (left < STEP) end_tail(now, left);
+    add(now, [] {}, [] {}, [](int) {});  // the last step: nothing is loaded
+    if (STAGES == 1) barrier();  // before sums are exchanged there
     for (auto& row : sums)
         for (Floats4& some : row) settle(some);
 
@@ -280,12 +332,12 @@ extern "C" __global__ __launch_bounds__(256) WAVES_AT_ONCE void gemm_norm(
                 for (int i = 0; i < DOWN; ++i)
                     values[i] = both(values[i], value_across(values[i], distance));
             if constexpr (COUNT > 1) {
-                float* const own = exchanged + exchange_place(own_row, wave % WAVES_N, WAVES_N);
+                float* const own = exchanged + exchange_place(place, wave % WAVES_N, WAVES_N);
                 if (quarter == 0) {
                     for (int i = 0; i < DOWN; ++i) own[16 * i * WAVES_N] = values[i];
                 }
                 barrier();
-                const float* from = exchanged + own_row * WAVES_N + wave % WAVES_N / COUNT * COUNT;
+                const float* from = exchanged + place * WAVES_N + wave % WAVES_N / COUNT * COUNT;
                 for (int i = 0; i < DOWN; ++i) {
                     const auto* pairs = reinterpret_cast<const Floats2*>(from + 16 * i * WAVES_N);
                     values[i] = both(pairs[0][0], pairs[0][1]);
@@ -343,21 +395,25 @@ extern "C" __global__ __launch_bounds__(256) WAVES_AT_ONCE void gemm_norm(
         Stored words[DOWN][ACROSS / TOGETHER];
 #if OUT
         clear_columns();
-        Floats4 nothing{};  // NaN where a number is not finite
-        for (const auto& row : sums)
-            for (const Floats4& some : row) nothing += some * 0.0f;
-        const bool are_finite = !any_lane(nothing[0] + nothing[1] + nothing[2] + nothing[3] != 0.0f);
 #pragma unroll
         for (int first = 0; first < ACROSS; first += UNDER) {
-            OfRows scale;
+            OfRows scale, largest{};
+            Floats4 nothing{};  // NaN where a number is not finite
+            for (int i = 0; i < DOWN; ++i) {
+                for (int j = first; j < first + UNDER && j < ACROSS; ++j) {
+                    largest[i] = largest_size(largest[i], sums[i][j]);
+                    if (!NAN_IS_LARGEST) nothing += sums[i][j] * 0.0f;
+                }
+                if (NAN_IS_LARGEST) nothing[i] = largest[i] * 0.0f;
+            }
+            const bool are_finite =
+                !any_lane(nothing[0] + nothing[1] + nothing[2] + nothing[3] != 0.0f);
 #if OUT == 3
             for (int i = 0; i < DOWN; ++i) scale[i] = out_scale[0];
-            const bool is_usual = are_finite && !any_lane(!(scale[0] > 0x1p-60f && scale[0] < 0x1p60f));
+            const bool has_all_bits = (bits_of(scale[0]) + 1) << 9 == 0;
+            const bool is_usual = are_finite && !any_lane(!(scale[0] > 0x1p-60f && scale[0] < 0x1p60f) ||
+                                                          has_all_bits);
 #else
-            OfRows largest{};
-            for (int i = 0; i < DOWN; ++i)
-                for (int j = first; j < first + UNDER && j < ACROSS; ++j)
-                    largest[i] = largest_size(largest[i], sums[i][j]);
             if (!are_finite) {
                 for (int i = 0; i < DOWN; ++i) {
                     largest[i] = 0.0f;
@@ -371,14 +427,20 @@ extern "C" __global__ __launch_bounds__(256) WAVES_AT_ONCE void gemm_norm(
                 }
             }
             largest = of_whole_rows(largest, Largest{}, Constant<UNDER_WAVES>{});
-            unsigned smallest = ~0u;  // of bits less 1, of which 0 has the most
+            // Of bits less 1, of which 0 has the most; and of the fraction above that from which a scale's
+            // has all bits.
+            unsigned smallest = ~0u, nearest = ~0u;
             for (int i = 0; i < DOWN; ++i) {
                 const unsigned bits = bits_of(largest[i]) - 1;
                 smallest = bits < smallest ? bits : smallest;
+                const unsigned above = (bits_of(largest[i]) + 1 - bits_of(LARGEST_FP8)) << 9;
+                nearest = above < nearest ? above : nearest;
             }
-            const bool is_usual = are_finite && !any_lane(smallest < bits_of(0x1p-50f) - 1);
+            const bool is_usual =
+                are_finite && !any_lane(smallest < bits_of(0x1p-50f) - 1 || nearest == 0);
             if (is_usual) {
-                scale = quotient(largest, all<OfRows>(LARGEST_FP8), all<OfRows>(1.0f / LARGEST_FP8));
+                constexpr float NEAR = 1.0f / LARGEST_FP8, REST = 1.0 / LARGEST_FP8 - NEAR;
+                scale = quotient(largest, Inverse<OfRows>{all<OfRows>(NEAR), all<OfRows>(REST)});
                 for (int i = 0; i < DOWN; ++i) scale[i] = largest[i] == 0.0f ? 1.0f : scale[i];
             } else {
                 for (int i = 0; i < DOWN; ++i) scale[i] = scale_of(largest[i]);
@@ -387,15 +449,16 @@ extern "C" __global__ __launch_bounds__(256) WAVES_AT_ONCE void gemm_norm(
                 (IS_WHOLE || wave_n + 16 * first < n)) {
                 for (int i = 0; i < DOWN; ++i) {
                     const long group = OUT == 2 ? (wave_n + 16 * first) / 128 : 0;
-                    if (IS_WHOLE || own_row + 16 * i < rows)
-                        out_scale[group * out_scale_stride + first_m + own_row + 16 * i] = scale[i];
+                    if (IS_WHOLE || own_row + i < rows)
+                        out_scale[group * out_scale_stride + first_m + own_row + i] = scale[i];
                 }
             }
 #endif
             if (is_usual) {
-                OfRows inverse;
-                for (int i = 0; i < DOWN; ++i) inverse[i] = rounded_reciprocal(scale[i]);
                 for (int i = 0; i < DOWN; ++i) {
+                    const Inverse<float> inverse = inverse_of(scale[i]);
+                    const Inverse<Floats4> inverses{all<Floats4>(inverse.near),
+                                                    all<Floats4>(inverse.rest)};
                     for (int j = first; j < first + UNDER && j < ACROSS; ++j) {
                         Floats4 some = sums[i][j];
 #if OUT == 3
@@ -403,9 +466,7 @@ extern "C" __global__ __launch_bounds__(256) WAVES_AT_ONCE void gemm_norm(
                         for (int t = 0; t < 4; ++t)
                             some[t] = __builtin_amdgcn_fmed3f(some[t], -limit, limit);
 #endif
-                        const Floats4 ratios =
-                            quotient(some, all<Floats4>(scale[i]), all<Floats4>(inverse[i]));
-                        words[i][j / TOGETHER][j % TOGETHER] = encode_four(ratios);
+                        words[i][j / TOGETHER][j % TOGETHER] = encode_four(quotient(some, inverses));
                     }
                 }
             } else {
@@ -433,13 +494,13 @@ extern "C" __global__ __launch_bounds__(256) WAVES_AT_ONCE void gemm_norm(
         unsigned char* to = static_cast<unsigned char*>(out) +
                             SIZE * (static_cast<long>(first_m + own_row) * out_stride + own_column);
         if constexpr (IS_WHOLE) {
-            for (int i = 0; i < DOWN; ++i, to += 16l * SIZE * out_stride)
+            for (int i = 0; i < DOWN; ++i, to += static_cast<long>(SIZE) * out_stride)
                 for (int j = 0; j < ACROSS; j += TOGETHER)
                     *reinterpret_cast<Stored*>(to + SIZE * column_of(j, 0)) = words[i][j / TOGETHER];
             return;
         }
-        for (int i = 0; i < DOWN; ++i, to += 16l * SIZE * out_stride) {
-            if (own_row + 16 * i >= rows) break;
+        for (int i = 0; i < DOWN; ++i, to += static_cast<long>(SIZE) * out_stride) {
+            if (own_row + i >= rows) break;
             for (int j = 0; j < ACROSS; ++j) {
                 for (int t = 0; t < 4; ++t) {
                     const int column = column_of(j, t), byte = SIZE * t;

@@ -16,14 +16,14 @@ static __device__ inline unsigned tile_of(unsigned block, unsigned count) {
 
 static __device__ inline int place_of(int row, int part) { return row * PARTS + (part ^ row % PARTS); }
 
+static __device__ inline Words8 joined(Words4 first, Words4 second) {
+    Words8 words;
+    for (int i = 0; i < 8; ++i) words[i] = static_cast<int>(i < 4 ? first[i] : second[i - 4]);
+    return words;
+}
 // What a lane of `multiply` holds of a row in local memory: 16 bytes, and the 16 that are 64 further.
 static __device__ inline Words8 fragment(const Words4* stage, int row, int quarter) {
-    Words8 words;
-    for (int half = 0; half < 2; ++half) {
-        const Words4 part = stage[place_of(row, 4 * half + quarter)];
-        for (int i = 0; i < 4; ++i) words[4 * half + i] = static_cast<int>(part[i]);
-    }
-    return words;
+    return joined(stage[place_of(row, quarter)], stage[place_of(row, 4 + quarter)]);
 }
 
 // Where `waves` waves that share rows put a number of each. With four, two take turns: else rows 8 apart
@@ -32,17 +32,20 @@ static __device__ inline int exchange_place(int row, int wave, int waves) {
     return row * waves + (waves == 4 ? wave ^ row / 8 % 2 : wave);
 }
 
+// Zeros in 16 bytes behind the first `count` of them.
+static __device__ inline void clear_behind(Words4& words, int count) {
+    for (int i = 0; i < 4; ++i) {
+        const int left = count - 4 * i;  // bytes of this word that count
+        words[i] = left <= 0 ? 0 : left < 4 ? words[i] & ((1u << 8 * left) - 1) : words[i];
+    }
+}
+
 // Zeros in rows of a step behind the first `count` bytes of each, where anything lies.
 template <int ROWS, int THREADS>
 static __device__ inline void clear_tail(Words4* stage, int count) {
     for (int row = thread_index(); row < ROWS; row += THREADS) {
-        for (int part = count / 16; part < PARTS; ++part) {
-            Words4& words = stage[place_of(row, part)];
-            for (int i = 0; i < 4; ++i) {
-                const int left = count - 16 * part - 4 * i;  // bytes of this word that count
-                words[i] = left <= 0 ? 0 : left < 4 ? words[i] & ((1u << 8 * left) - 1) : words[i];
-            }
-        }
+        for (int part = count / 16; part < PARTS; ++part)
+            clear_behind(stage[place_of(row, part)], count - 16 * part);
     }
     barrier();
 }
@@ -63,14 +66,49 @@ public:
               return product_of_24_bits(row_of(row), stride) + 16 * (lane % PARTS ^ row % PARTS);
           }) {}
     // Where it is the last, the next one reads nothing.
-    __device__ inline void begin(Words4* stage, bool is_last) {
+    __device__ inline void begin(Words4* stage, bool is_last = false) {
         copies_.begin(stage + start_, is_last ? NOWHERE : static_cast<unsigned>(STEP));
     }
     __device__ inline void put(Words4* stage) { copies_.put(stage + start_); }
-    __device__ inline void wait() { copies_.wait(); }
+    // For all but the LATER loads that a lane began last.
+    template <int LATER = 0>
+    __device__ inline void wait() { copies_.template wait<LATER>(); }
 
 private:
     static constexpr int COUNT = ROWS * PARTS / (WAVES * WAVE);
     int start_;
     Copies<COUNT> copies_;
+};
+
+// COUNT fragments of rows that no other wave reads: from memory to registers, 128 of k at a time.
+template <int COUNT>
+class Fragments {
+public:
+    static constexpr int LOADS = 2 * COUNT;
+
+    template <typename RowOf>
+    __device__ inline Fragments(
+        const unsigned char* data, int count, int stride, int k, RowOf row_of)
+        : from_(data, (count - 1u) * stride + (k + 15u) / 16 * 16) {
+        for (int j = 0; j < COUNT; ++j)
+            offsets_[j] = product_of_24_bits(row_of(j), stride) + start();
+    }
+    // That of the next step, into the registers of this one.
+    __device__ inline void load(int j) {
+        for (int half = 0; half < 2; ++half)
+            halves_[j][half] = from_.load_16_bytes(offsets_[j] + STEP / 2 * half);
+        offsets_[j] += STEP;
+    }
+    __device__ inline void clear_tail(int count) {
+        for (auto& halves : halves_)
+            for (int half = 0; half < 2; ++half)
+                clear_behind(halves[half], count - STEP / 2 * half - start());
+    }
+    __device__ inline Words8 fragment(int j) const { return joined(halves_[j][0], halves_[j][1]); }
+
+private:
+    static __device__ inline int start() { return lane_index() / 16 * 16; }
+    Buffer from_;
+    unsigned offsets_[COUNT];
+    Words4 halves_[COUNT][2];
 };

@@ -7,6 +7,7 @@ from the formats and the definitions of instructions, not from compiler output.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -86,10 +87,10 @@ def test_four_finite_numbers_are_converted_in_order_without_a_check(gpu: str) ->
 
 @needs_clang
 @pytest.mark.parametrize("gpu", GPUS)
-def test_a_quotient_takes_three_packed_instructions_for_two_numbers(gpu: str) -> None:
+def test_a_quotient_takes_two_packed_instructions_for_two_numbers(gpu: str) -> None:
     code = probes(gpu)["divides"]
     packed = [each.name for each in named(code, "v_pk")]
-    assert sorted(packed) == ["v_pk_fma_f32"] * 4 + ["v_pk_mul_f32"] * 2
+    assert sorted(packed) == ["v_pk_fma_f32"] * 2 + ["v_pk_mul_f32"] * 2
     assert len(named(code, "v_rcp_f32")) == 1 and not named(code, "v_div")
 
 
@@ -101,6 +102,21 @@ def test_subnormal_roots_are_scaled_and_limits_are_a_modifier(gpu: str) -> None:
     assert {bits_of(2.0**-100), bits_of(2.0**64)} <= literals(code)  # 2^32 may be an exponent
     clamped = [each for each in code if "clamp" in " ".join((*each.operands, each.modifiers))]
     assert len(clamped) == 1 and not named(code, "v_med3")
+
+
+@needs_clang
+@pytest.mark.parametrize("gpu", GPUS)
+def test_nan_is_larger_than_all_where_an_instruction_finds_it(gpu: str) -> None:
+    code = probes(gpu)["compares"]
+    counted = Counter(each.name for each in code if each.name.startswith(("v_max", "v_cmp")))
+    if gpu == "gfx950":  # two sizes, then 0
+        assert counted == {"v_maximum3_f32": 3}
+        (limit,) = [each for each in code if "0" in each.operands and "max" in each.name]
+        assert set(limit.operands[2:]) == {"0"}
+    else:
+        assert counted == {"v_max3_f32": 2, "v_cmp_nge_f32": 1}  # not greater or equal: NaN, too
+    sizes = named(code, "v_maximum3", "v_max3")[:2]
+    assert [sum("|" in operand for operand in each.operands) for each in sizes] == [2, 2]
 
 
 @needs_clang
@@ -265,6 +281,8 @@ def test_products_of_two_loads_are_found() -> None:
 
 def test_copies_unfinished_at_a_barrier_are_found() -> None:
     assert unfinished_at_barriers(functions_of(TEXT)["two"]) == ["global_load_lds_dwordx4"]
+    behind = TEXT.replace("\tds_write", "\tglobal_load_dword v3, v0, s[2:3]\n\tds_write")
+    assert unfinished_at_barriers(functions_of(behind)["two"]) == []
 
 
 @needs_clang

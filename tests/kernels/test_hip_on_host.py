@@ -643,6 +643,59 @@ def test_gemm_norm_applies_any_given_scale_as_the_emulation_does(gpu: str, tmp_p
         assert torch.equal(found.data.view(torch.uint8), exact.data.view(torch.uint8)), scale
 
 
+@pytest.mark.sample(every=2, of=("gpu",))
+@pytest.mark.parametrize("gpu", FORMATS)
+def test_gemm_norm_rounds_beside_the_one_tie_that_a_short_quotient_misses(
+    gpu: str, tmp_path: Path
+) -> None:
+    """2^-24 above half of the smallest number of FP8, under the largest scale below 1."""
+    form, (m, n, k) = FORMATS[gpu], (64, 64, 16)
+    maximum = torch.tensor(form.maximum)
+    of_b = torch.full((n,), torch.finfo(form.dtype).smallest_normal / 16)
+    of_b[0] = torch.nextafter(maximum, torch.tensor(0.0))
+    codes = [torch.zeros(rows, k) for rows in (m, n)]
+    for each in codes:
+        each[:, 0] = 1.0
+    left, right = (
+        QuantizedTensor(x.to(form.dtype), scale[:, None], Granularity.ROW)
+        for x, scale in zip(codes, (torch.ones(m), of_b), strict=True)
+    )
+    macros = {"TILE_N": n, "BY_GROUP": 0, "NORM": 0, "SPAN": n, "ACTIVATION": 0, "OUT": 1}
+    found = normalized(program("gemm_norm", gpu, macros, folder()), left, right,
+                       NormEpilogue(norm_named("none")), Granularity.ROW, tmp_path)  # fmt: skip
+    exact = numerics.quantize(of_b.expand(m, n).contiguous(), form, Granularity.ROW)
+    assert isinstance(found, QuantizedTensor) and exact.scale is not None
+    assert exact.scale.unique().tolist() == [1.0 - 2.0**-24]
+    assert exact.data.view(torch.uint8)[:, 1:].unique().tolist() == [1]
+    assert torch.equal(found.data.view(torch.uint8), exact.data.view(torch.uint8))
+
+
+SPECIAL = (math.nan, 1.0, -1.0, 0.0, math.inf, 2.0, -2.0, 1e-3, -math.inf, 9.0, -9.0, -1e-3,
+           1e30, 30.0, -30.0, 60.0, -1e30, 100.0, -100.0, -60.0)  # fmt: skip
+
+
+@pytest.mark.sample(every=2, of=("gpu",))
+@pytest.mark.parametrize("gpu", FORMATS)
+def test_silu_of_a_number_does_not_depend_on_its_neighbors(gpu: str, tmp_path: Path) -> None:
+    """Four share a reciprocal, among them NaN and infinities; what is below 2^-100 may be 0."""
+    form, (m, n, k) = FORMATS[gpu], (64, 64, 16)
+    bias = torch.cat([torch.tensor(SPECIAL), torch.linspace(-20, 20, n - len(SPECIAL))])
+    left, right = (
+        QuantizedTensor(torch.zeros(rows, k).to(form.dtype), torch.ones(rows, 1), Granularity.ROW)
+        for rows in (m, n)
+    )
+    macros = {"TILE_N": n, "BY_GROUP": 0, "NORM": 0, "SPAN": n, "ACTIVATION": 3, "OUT": 0}
+    path = program("gemm_norm", gpu, macros, folder())
+    epilogue = NormEpilogue(norm_named("none"), bias, activation="silu")
+    exact = bias.double() * torch.sigmoid(bias.double())
+    for reverse in (False, True):
+        found = normalized(path, left, right, epilogue, Granularity.NONE, tmp_path, reverse=reverse)
+        assert isinstance(found, Tensor)
+        allowed = (2.0**-8 * exact.abs()).clamp_min(2.0**-100)
+        near = ((found - exact).abs() <= allowed) | (found == exact)
+        assert (near | (found.isnan() & exact.isnan())).all(), bias[~near.all(dim=0)]
+
+
 def normalized(
     path: Path, left: QuantizedTensor, right: QuantizedTensor, epilogue: NormEpilogue,
     output: Granularity, tmp_path: Path, *, reverse: bool = False, aligned: bool = False,

@@ -101,6 +101,10 @@ static float middle_of(float x, float low, float high) {
     return std::max(std::min(x, low), std::min(std::max(x, low), high));
 }
 #define __builtin_amdgcn_fmed3f middle_of
+static float maximum(float x, float y) {  // of IEEE 754-2019: NaN is the largest, 0 larger than -0
+    return std::isnan(x) || (!std::isnan(y) && (x > y || (x == y && std::signbit(y)))) ? x : y;
+}
+#define __builtin_elementwise_maximum maximum
 #define __builtin_amdgcn_exp2f(exponent) std::exp2(exponent)
 
 // They may err by one unit in the last place, and take what is subnormal for 0, here in both places.
@@ -226,6 +230,20 @@ static Sums multiplied_scaled(
 
 // --- buffers
 
+// Copies to local memory past the registers land as soon or as late as they may. With loads to
+// registers behind them, they are counted.
+struct Copy {
+    const char* from;
+    char* to;
+    int size;
+};
+static std::vector<Copy> copies_of[MOST_THREADS];  // under way
+
+static void count_load() {
+    static char nothing;
+    if (!copies_of[current].empty()) copies_of[current].push_back({&nothing, &nothing, 0});
+}
+
 // Raw: no structure, no swizzle. Past the end nothing is read, and NaN comes instead: hardware gives 0,
 // but nobody tried it here.
 struct Resource {
@@ -243,6 +261,7 @@ struct Resource {
     }
     template <typename T>
     T load(int offset, int shared_offset) const {
+        count_load();
         constexpr int SIZE = std::min<int>(4, sizeof(T));  // words are checked one by one
         char bytes[sizeof(T)];
         std::memset(bytes, NAN_BYTE, sizeof bytes);
@@ -261,22 +280,16 @@ static Resource resource_of(void* data, int stride, int size, int flags) {
     if (stride || flags != 0x00027000) fail("only raw buffers are modeled");
     return {static_cast<const char*>(data), static_cast<std::uint32_t>(size)};
 }
+typedef std::uint32_t Uints2 __attribute__((vector_size(8)));
 typedef std::uint32_t Uints4 __attribute__((vector_size(16)));
 #define __builtin_amdgcn_make_buffer_rsrc resource_of
 #define __builtin_amdgcn_raw_buffer_load_b8(of, offset, shared, cache) of.load<std::uint8_t>(offset, shared)
 #define __builtin_amdgcn_raw_buffer_load_b16(of, offset, shared, cache) of.load<std::uint16_t>(offset, shared)
 #define __builtin_amdgcn_raw_buffer_load_b32(of, offset, shared, cache) of.load<std::uint32_t>(offset, shared)
+#define __builtin_amdgcn_raw_buffer_load_b64(of, offset, shared, cache) of.load<Uints2>(offset, shared)
 #define __builtin_amdgcn_raw_buffer_load_b128(of, offset, shared, cache) of.load<Uints4>(offset, shared)
 
 // --- copies to local memory past the registers
-
-// They land as soon or as late as they may.
-struct Copy {
-    const char* from;
-    char* to;
-    int size;
-};
-static std::vector<Copy> copies_of[MOST_THREADS];  // under way
 
 static void copy_to_local(
     const Resource& from, void* to, int size, int offset, int shared_offset, int shift, int) {

@@ -108,20 +108,23 @@ def literals(instructions: Iterable[Instruction]) -> set[int]:
 
 
 def unfinished_at_barriers(instructions: Iterable[Instruction]) -> list[str]:
-    """Accesses to local memory that are still pending at a barrier, of any kind."""
-    waiting: dict[str, set[str]] = {"vmcnt": set(), "lgkmcnt": set()}
+    """Accesses to local memory that are still pending at a barrier, of any kind.
+
+    Other loads and stores count, too: `vmcnt(8)` awaits a copy that eight of them follow.
+    """
+    waiting: dict[str, list[Instruction]] = {"vmcnt": [], "lgkmcnt": []}
     found = []
     for each in instructions:
-        if past(each):
-            waiting["vmcnt"].add(each.name)
-        elif each.name.startswith("ds_"):
-            waiting["lgkmcnt"].add(each.name)
+        if each.name.startswith("ds_"):
+            waiting["lgkmcnt"].append(each)
+        elif re.match("(buffer|global|flat)_", each.name):
+            waiting["vmcnt"].append(each)
         elif each.name == "s_waitcnt":
-            for counter, of in waiting.items():
-                if f"{counter}(0)" in " ".join(each.operands):
-                    of.clear()
+            for counter, left in re.findall(r"(\w+)\((\d+)\)", " ".join(each.operands)):
+                del waiting[counter][: max(0, len(waiting[counter]) - int(left))]
         elif each.name == "s_barrier":
-            found += sorted(set().union(*waiting.values()))
+            pending = [x.name for x in waiting["vmcnt"] if past(x)]
+            found += sorted({*pending, *(x.name for x in waiting["lgkmcnt"])})
     return found
 
 

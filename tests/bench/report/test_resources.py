@@ -83,7 +83,7 @@ def test_most_cycles_of_the_largest_tile_multiply(
 
 @pytest.mark.parametrize("architecture", ["gfx942", "gfx950"])
 def test_products_take_two_fifths_of_norms_of_256_columns(architecture: str) -> None:
-    """At k = 1024, with bfloat16 and FP8, without waits in the loop; with silu, less."""
+    """At k = 1024, with bfloat16 and FP8, with and without silu, without waits in the loop."""
     rows = [
         row
         for row in resources.resource_rows()
@@ -92,8 +92,7 @@ def test_products_take_two_fifths_of_norms_of_256_columns(architecture: str) -> 
     ]
     assert len(rows) == 4
     for row in rows:
-        with_silu = " ACTIVATION=3 " in row["variant"]
-        least = {"gfx942": 0.47, "gfx950": 0.32}[architecture] if with_silu else 0.40
+        least = {"gfx942": 0.56, "gfx950": 0.40}[architecture]
         assert row["share_k1024"] >= least and row["loop_waits_k1024"] == 0, row
 
 
@@ -101,9 +100,9 @@ def test_products_take_two_fifths_of_norms_of_256_columns(architecture: str) -> 
     ("architecture", "kernel", "variant", "least"),
     [("gfx942", "scaled_gemm_block", "TILE_M=128 TILE_N=128", 0.53),
      ("gfx950", "scaled_gemm_block", "TILE_M=256 TILE_N=256", 0.50),
-     ("gfx942", "gemm_norm_block", "TILE_N=256", 0.48),
-     ("gfx950", "gemm_norm_block", "TILE_N=256", 0.34),
-     ("gfx950", "gemm_norm_row", "TILE_N=64", 0.22)],
+     ("gfx942", "gemm_norm_block", "TILE_N=256", 0.53),
+     ("gfx950", "gemm_norm_block", "TILE_N=256", 0.41),
+     ("gfx950", "gemm_norm_row", "TILE_N=64", 0.24)],
 )  # fmt: skip
 def test_shares_stay_and_loops_do_not_wait(
     architecture: str, kernel: str, variant: str, least: float
