@@ -144,7 +144,7 @@ def test_predictions_of_a_model_are_near_the_times_it_was_fitted_to(fitted, timi
     [
         (b'"features": 2', b'"features": 999'),
         (b'"lokakern time model 1"', b'"lokakern time model 9"'),
-        (b'"coverage": 0.75', b'"coverage": 8'),
+        (b'"coverage": 0.85', b'"coverage": 8'),
         (b'"vendor"', b'"seller"'),
         (b'"large"', b'"huge"'),
         (b'"right": "', b'"right": "////'),

@@ -276,13 +276,13 @@ def test_host_costs_count_in_predictions(shipped, monkeypatch: pytest.MonkeyPatc
         return lambda *_, **__: host_cost.HostCosts("measured here", by_call)
 
     found = {}
-    for us in (10.0, 300.0, 1000.0):
+    for us in (10.0, 320.0, 1000.0):
         monkeypatch.setattr(dispatcher, "host_costs", costs(us))
         dispatcher.use_snapshot(shipped)
         found[us] = ask(*UNMEASURED, regime="compiled").predicted
     dispatcher.use_snapshot(None)
-    assert found[10.0].low > 1 and found[10.0].speedup > found[300.0].speedup > 1
-    assert found[300.0].latency_us == 300.0, "of the host"
+    assert found[10.0].low > 1 and found[10.0].speedup > found[320.0].speedup > 1
+    assert found[320.0].latency_us == 320.0, "of the host"
     assert (found[1000.0].speedup, found[1000.0].latency_us) == (1.0, 1000.0)
     assert found[1000.0].plain == "torch.bf16"
 
