@@ -424,7 +424,10 @@ def loose_table(
         )
     check_regime(regime)
     target = device_named(device)
-    found = _build(problem, None, None, target, regime, frozenset(), LooseTable, predicts=predicts)
+    with _LOCK:  # bounds of errors are kept for one snapshot
+        found = _build(
+            problem, None, None, target, regime, frozenset(), LooseTable, predicts=predicts
+        )
     assert isinstance(found, LooseTable)
     return found
 

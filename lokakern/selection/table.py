@@ -41,7 +41,7 @@ class Pick:
     time: Time | None = None
     interpolated: bool = False
     tied: tuple[str, ...] = ()
-    why_rejected: Callable[[], Rejections] = tuple
+    why_rejected: Callable[[], Rejections] = field(default=tuple, compare=False)
     why_missed: Callable[[], str] | None = None
     prediction: Prediction | None = None  # without measurements, see `why_missed`
     is_too_strict: bool = False  # nothing measured is within the budget

@@ -677,7 +677,7 @@ SPECIAL = (math.nan, 1.0, -1.0, 0.0, math.inf, 2.0, -2.0, 1e-3, -math.inf, 9.0, 
 @pytest.mark.sample(every=2, of=("gpu",))
 @pytest.mark.parametrize("gpu", FORMATS)
 def test_silu_of_a_number_does_not_depend_on_its_neighbors(gpu: str, tmp_path: Path) -> None:
-    """Four share a reciprocal, among them NaN and infinities; what is below 2^-100 may be 0."""
+    """Four share a reciprocal, among them NaN and infinities; what is below 2^-94 may be 0."""
     form, (m, n, k) = FORMATS[gpu], (64, 64, 16)
     bias = torch.cat([torch.tensor(SPECIAL), torch.linspace(-20, 20, n - len(SPECIAL))])
     left, right = (
@@ -691,7 +691,7 @@ def test_silu_of_a_number_does_not_depend_on_its_neighbors(gpu: str, tmp_path: P
     for reverse in (False, True):
         found = normalized(path, left, right, epilogue, Granularity.NONE, tmp_path, reverse=reverse)
         assert isinstance(found, Tensor)
-        allowed = (2.0**-8 * exact.abs()).clamp_min(2.0**-100)
+        allowed = (2.0**-8 * exact.abs()).clamp_min(2.0**-94)
         near = ((found - exact).abs() <= allowed) | (found == exact)
         assert (near | (found.isnan() & exact.isnan())).all(), bias[~near.all(dim=0)]
 

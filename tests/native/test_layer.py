@@ -165,6 +165,31 @@ def test_linear_layers_take_parameters_as_python_does(calls: list[bool]) -> None
     assert seen == [nn.functional.linear]
     with pytest.raises(RuntimeError, match="shape"):
         layer(rows(k=K + 16))
+    del layer.bias
+    with pytest.raises(AttributeError, match="bias"):
+        layer(x)
+
+
+def test_a_class_may_have_a_weight_of_its_own(calls: list[bool]) -> None:
+    class Own(Linear):
+        @property
+        def weight(self) -> Tensor:
+            return 2 * self._parameters["weight"]
+
+    layer = layer_of((PLAIN, PLAIN, PLAIN))
+    expected = nn.functional.linear(rows(), 2 * layer.weight, layer.bias)
+    layer.__class__ = Own
+    assert torch.equal(layer(rows()), expected) and calls == [False]
+
+
+def test_dtypes_without_a_kernel_are_told_at_any_m(calls: list[bool]) -> None:
+    layer = layer_of(ROUTES, dtype=torch.float32)
+    with pytest.raises(RuntimeError), pytest.warns(match="run the model under torch.autocast"):
+        layer(rows(8))
+    layer = layer_of(ROUTES)
+    with torch.autocast("cpu", torch.float16):
+        layer(rows(8))
+    assert calls == [False, False]
 
 
 class _Double(nn.Module):
