@@ -17,7 +17,7 @@ from lokakern.registry.register import fp8_format
 from lokakern.selection import dispatcher
 from lokakern.selection.choice import Choice
 from lokakern.selection.table import Table
-from lokakern.types import Device, ErrorBudget, Format, Problem
+from lokakern.types import COMPILED, Device, ErrorBudget, Format, Problem
 from lokakern.workloads.gemm_cases import prepared_cases, unquantized_case
 from lokakern.workloads.gemm_gradient_cases import grad_input_cases, grad_weight_case
 
@@ -132,6 +132,29 @@ class Worth:
         if measured and left:
             lines.append(f"Never measured, and in no sum: {left}.")
         return "\n".join(lines)
+
+    def convert_words(self, regime: str | None) -> str:
+        """The regime of these times, and what `convert` chooses otherwise.
+
+        Args:
+            regime: That of `worth`.
+        """
+        regime = regime or dispatcher.default_regime(self.device)
+        words = f"Times are of the regime {regime}"
+        if regime == COMPILED:
+            words += ", the default of convert."
+        else:
+            words += f"; that of convert is by default {COMPILED}: --regime {COMPILED}."
+        left = sum(
+            row.predicted is not None and row.predicted.us < row.predicted.bf16_us
+            and bool(row.product.n % 8 or row.product.k % 8) for row in self.rows
+        )  # fmt: skip
+        if left:
+            words += (
+                f" Predicted in FP8 with an n or k that is no multiple of 8: {left}, which convert "
+                "takes only where they were measured, or after mods.Pad."
+            )
+        return words
 
     def _measured_words(self, total: dict[str, Any], what: str) -> str:
         count = len(self.rows)
