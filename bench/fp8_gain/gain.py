@@ -76,6 +76,7 @@ class Worth:
     rows: tuple[Row, ...]  # one for each GEMM of each product
     device: Device  # the device of the times
     budget: ErrorBudget  # the error budget of the choices
+    regime: str  # of the times
 
     def total(self) -> dict[str, Any]:
         """Sums over measured rows for JSON; null if there are none."""
@@ -133,15 +134,10 @@ class Worth:
             lines.append(f"Never measured, and in no sum: {left}.")
         return "\n".join(lines)
 
-    def convert_words(self, regime: str | None) -> str:
-        """The regime of these times, and what `convert` chooses otherwise.
-
-        Args:
-            regime: That of `worth`.
-        """
-        regime = regime or dispatcher.default_regime(self.device)
-        words = f"Times are of the regime {regime}"
-        if regime == COMPILED:
+    def convert_words(self) -> str:
+        """The regime of these times, and what `convert` chooses otherwise."""
+        words = f"Times are of the regime {self.regime}"
+        if self.regime == COMPILED:
             words += ", the default of convert."
         else:
             words += f"; that of convert is by default {COMPILED}: --regime {COMPILED}."
@@ -159,7 +155,8 @@ class Worth:
     def _measured_words(self, total: dict[str, Any], what: str) -> str:
         count = len(self.rows)
         if not total["measured"]:
-            return f"None of {count} {what} was ever measured on {self.device}."
+            where = f"on {self.device} for the regime {self.regime}"
+            return f"None of {count} {what} was ever measured {where}."
         between = total["interpolated"]
         how = f" ({between} between measured m, marked ~)" if between else ""
         return (
@@ -236,7 +233,7 @@ def worth(
                 known[key] = _row(product, gemm, choices)
             rows.append(replace(known[key], product=product))
         step(product.layer)
-    return Worth(tuple(rows), device, budget)
+    return Worth(tuple(rows), device, budget, regime or dispatcher.default_regime(device))
 
 
 def _problems(

@@ -330,6 +330,8 @@ def test_what_convert_chooses_otherwise_is_told(
     path = shapes_file(tmp_path, "8192,512,512,,", "16384,2064,2000,,")
     table = run("--shapes", path, *H200, "--regime", "compiled")[1]
     assert "Times are of the regime compiled, the default of convert.\n" in table
+    table = run("--shapes", path, *H200, "--regime", "eager")[1]  # no host costs here
+    assert "None of 2 products was ever measured on NVIDIA H200 for the regime eager.\n" in table
 
 
 def test_fused_layers_are_one_product(run: Run, factories: str) -> None:
