@@ -173,6 +173,7 @@ def explain(
                 distributions=dispatcher.distribution_names(distribution),
                 regime=timing, step=progress.step,
             )  # fmt: skip
+        notes.append(found.convert_words())
         _print_worth(found, notes, "training" if training else "predictions", how)
         _tell_missing(found, missing)
 

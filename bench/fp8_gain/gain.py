@@ -17,7 +17,7 @@ from lokakern.registry.register import fp8_format
 from lokakern.selection import dispatcher
 from lokakern.selection.choice import Choice
 from lokakern.selection.table import Table
-from lokakern.types import Device, ErrorBudget, Format, Problem
+from lokakern.types import COMPILED, Device, ErrorBudget, Format, Problem
 from lokakern.workloads.gemm_cases import prepared_cases, unquantized_case
 from lokakern.workloads.gemm_gradient_cases import grad_input_cases, grad_weight_case
 
@@ -76,6 +76,7 @@ class Worth:
     rows: tuple[Row, ...]  # one for each GEMM of each product
     device: Device  # the device of the times
     budget: ErrorBudget  # the error budget of the choices
+    regime: str  # of the times
 
     def total(self) -> dict[str, Any]:
         """Sums over measured rows for JSON; null if there are none."""
@@ -133,10 +134,29 @@ class Worth:
             lines.append(f"Never measured, and in no sum: {left}.")
         return "\n".join(lines)
 
+    def convert_words(self) -> str:
+        """The regime of these times, and what `convert` chooses otherwise."""
+        words = f"Times are of the regime {self.regime}"
+        if self.regime == COMPILED:
+            words += ", the default of convert."
+        else:
+            words += f"; that of convert is by default {COMPILED}: --regime {COMPILED}."
+        left = sum(
+            row.predicted is not None and row.predicted.us < row.predicted.bf16_us
+            and bool(row.product.n % 8 or row.product.k % 8) for row in self.rows
+        )  # fmt: skip
+        if left:
+            words += (
+                f" Predicted in FP8 with an n or k that is no multiple of 8: {left}, which convert "
+                "takes only where they were measured, or after mods.Pad."
+            )
+        return words
+
     def _measured_words(self, total: dict[str, Any], what: str) -> str:
         count = len(self.rows)
         if not total["measured"]:
-            return f"None of {count} {what} was ever measured on {self.device}."
+            where = f"on {self.device} for the regime {self.regime}"
+            return f"None of {count} {what} was ever measured {where}."
         between = total["interpolated"]
         how = f" ({between} between measured m, marked ~)" if between else ""
         return (
@@ -213,7 +233,7 @@ def worth(
                 known[key] = _row(product, gemm, choices)
             rows.append(replace(known[key], product=product))
         step(product.layer)
-    return Worth(tuple(rows), device, budget)
+    return Worth(tuple(rows), device, budget, regime or dispatcher.default_regime(device))
 
 
 def _problems(

@@ -35,7 +35,7 @@ from lokakern.registry.register import Kernel, fp8_format
 from lokakern.selection import dispatcher
 from lokakern.selection.candidates import Candidate
 from lokakern.selection.choice import Choice
-from lokakern.selection.table import Pick, Table
+from lokakern.selection.table import Table
 from lokakern.selection.weight_forms import FORMS as FORMS
 from lokakern.selection.weight_forms import with_weight
 from lokakern.types import (
@@ -484,7 +484,7 @@ def _why_plain(table: Table, sizes: Sequence[int]) -> str:
     """Why nothing is quantized at the largest m, where FP8 gains most."""
     if not sizes:
         return f"measured only outside the range (m={_words(table.measured_m)})"
-    return f"at m={sizes[-1]} {_reasons(table.pick(sizes[-1]))}"
+    return f"at m={sizes[-1]} {_reasons(Choice(table, sizes[-1]))}"
 
 
 _SLOWER = re.compile(r"slower: ([0-9.]+) us")
@@ -492,11 +492,18 @@ EMULATED = "torch.emulated_"  # in names of kernels
 _NOT_HERE = ("not installed", "reads no weight quantized ahead", "emulates", "rows of n=")
 
 
-def _reasons(pick: Pick) -> str:
-    """The two reasons that tell most: of the fastest kernels, else errors, and others last."""
+def _reasons(choice: Choice) -> str:
+    """The two reasons that tell most: of the fastest kernels, else errors, and others last.
+
+    First come kernels that would be taken if Probe had replayed them.
+    """
+    pick = choice.pick
+    us = {c.name: x[0].latency_us for c in choice.table.candidates if (x := c.time_at(choice.m))}
 
     def rank(rejected: tuple[str, str]) -> tuple[float, ...]:
-        why = rejected[1]
+        name, why = rejected
+        if why.startswith("Probe ") and name in us:  # slower ones begin with their times
+            return -1, 0, us[name]
         if slower := _SLOWER.match(why):
             return 0, "error" in why, float(slower[1])
         if any(words in why for words in _NOT_HERE):
@@ -552,7 +559,7 @@ def _grad_weight_route(
         why = f"quantized at m={_words(fast)}"
         why += PREDICTED if any(_is_predicted(c.table) for c in choices) else ""
     else:
-        why = f"at m={max(names)} {_reasons(choices[-1].pick)}"
+        why = f"at m={max(names)} {_reasons(choices[-1])}"
     return Route(gemm, text, why, tuple(choices))
 
 

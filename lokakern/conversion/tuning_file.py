@@ -239,13 +239,8 @@ def check(file: TuningFile, conversion: Conversion, path: str) -> None:
         conversion, routes, {}, set(), (1.0, 1.0, 1.0), file.is_graph, tried=tried,
         is_timed=file.is_timed,
     )  # fmt: skip
-    for name in ("device", "torch", "lokakern", "is_inference", "kernels"):
-        then, now = getattr(file, name), getattr(here, name)
-        if then != now:
-            raise ChoicesError(
-                f"tuning {path}: its {name} is {_shown(then)}, and here it is {_shown(now)}; "
-                f"{_REMEDY}"
-            )
+    for name in ("device", "torch", "lokakern", "is_inference"):
+        _check_equal(f"its {name}", getattr(file, name), getattr(here, name), path)
     tuned, found = ({s.name: s for s in x.sites} for x in (file, here))
     strange = sorted(tuned.keys() ^ found.keys())
     if strange or len(tuned) != len(file.sites):
@@ -256,11 +251,10 @@ def check(file: TuningFile, conversion: Conversion, path: str) -> None:
     for name, site in found.items():
         other = tuned[name]
         for key in ("n", "k", "has_bias", "dtype"):
-            if getattr(site, key) != getattr(other, key):
-                raise ChoicesError(
-                    f"tuning {path}: {key} of {name} is {getattr(other, key)}, and here it is "
-                    f"{getattr(site, key)}; {_REMEDY}"
-                )
+            _check_equal(f"{key} of {name}", getattr(other, key), getattr(site, key), path)
+    _check_equal("its kernels", file.kernels, here.kernels, path)  # other sizes take others
+    for name, site in found.items():
+        other = tuned[name]
         if [(p.gemm, p.route) for p in site.products] != [
             (p.gemm, p.route) for p in other.products
         ]:
@@ -313,6 +307,20 @@ def _kernels(routes: set[str], plans: Iterable[str], tried: Iterable[str]) -> di
         names |= {step.kernel for part in both for _, steps in part for step in steps}
     names.update(tried)
     return {name: readable_digest(KERNELS[name]) for name in sorted(names)}
+
+
+def _check_equal(what: str, then: Any, now: Any, path: str) -> None:
+    """Check that the file has what is here; of two dictionaries, show what differs."""
+    if then == now:
+        return
+    if isinstance(then, dict) and isinstance(now, dict):
+        then, now = (
+            {key: x[key] for key in x if x[key] != y.get(key)}
+            for x, y in ((then, now), (now, then))
+        )
+    raise ChoicesError(
+        f"tuning {path}: {what} is {_shown(then)}, and here it is {_shown(now)}; {_REMEDY}"
+    )
 
 
 def _shown(value: Any) -> str:

@@ -59,7 +59,7 @@ class Verdict:
     bf16_err: float  # row error of bfloat16 itself
     bf16_us: float | None
     change: str  # the cheapest change that makes it safe and fast; "" for none
-    notes: tuple[str, ...]  # other reasons for caution
+    notes: tuple[str, ...]  # the limit of an undecided one, and other reasons for caution
     classes: tuple[ClassVerdict, ...] = field(repr=False)
 
     @property
@@ -124,6 +124,9 @@ def verdicts_of(
         safe = [c for c in classes if c.safety == "safe"]
         fastest = min(safe or classes, key=_rank, default=None)
         is_unsafe = classes and all(c.safety == "unsafe" for c in classes)
+        doubtful = [] if safe else [c for c in classes if c.safety == "undecided"]
+        least = min(doubtful, key=lambda c: c.row_err, default=None)
+        why = [f"{least.scales}: {least.reason}"] if least else []
         verdict = Verdict(
             site=name,
             gemm=gemm,
@@ -135,7 +138,7 @@ def verdicts_of(
             bf16_err=min((r.row_err for r in plain), default=float("inf")),
             bf16_us=times.bf16.latency_us if times.bf16 else None,
             change="",
-            notes=tuple(_notes(statistics, gemm, norm, plain, limits)),
+            notes=(*why, *_notes(statistics, gemm, norm, plain, limits)),
             classes=tuple(classes),
         )
         found.append(replace(verdict, change=_change(verdict, statistics, mine, limits, device)))

@@ -338,6 +338,19 @@ def test_unpromoted_sums_need_their_own_verdict(book: Book) -> None:
             assert "Probe replayed row fast on sm_100" in conversion.explain("0")
 
 
+def test_a_faster_kernel_that_probe_did_not_replay_is_named_first(book: Book) -> None:
+    """A CPU replays no unpromoted sums; two slower kernels are no reason for bf16."""
+    fast = "cuda.quantize_row+torch.scaled_mm_row_fast"
+    slow = "cuda.quantize_row+cuda.scaled_gemm_row"
+    times = ((BF16, 4.0), (ROW_KERNEL, 5.0), (slow, 6.0), (fast, 1.0))
+    book.write(*(time(name, gemm(256, N, K), us) for name, us in times))
+    found = convert(model_of(), report_of(verdict("output", "row", "safe", 0.04)), device=H200)
+    assert found.sites["0"].routes[0].why == (
+        f"at m=256 no kernel that quantizes is better than torch.bf16 (4.00 us); {fast}: Probe did "
+        f"not replay row fast; {ROW_KERNEL}: slower: 5.00 us"
+    )
+
+
 def test_a_probe_of_a_model_converts_it(known: Book) -> None:
     """A user may do this on a machine without a GPU."""
     model = nn.Sequential(nn.Linear(K, N, bias=False), nn.LayerNorm(N), nn.Linear(N, 1))

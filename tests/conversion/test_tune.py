@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
+import re
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -18,6 +20,7 @@ import lokakern
 from lokakern.conversion.convert import Conversion
 from lokakern.conversion.paired_timing import Ratio, StepTimer, Variant, compare, interval
 from lokakern.conversion.tune import Tuning, tune
+from lokakern.conversion.tuning_file import check, read
 from lokakern.conversion.variants import LAYOUT, observed_rows
 from lokakern.errors import ChoicesError, MeasurementError, UnknownNameError, UnsupportedError
 from lokakern.measure import timing
@@ -557,13 +560,35 @@ def test_a_file_for_something_else_is_refused(known: Book, tmp_path: Path) -> No
     path, _, _ = saved(tmp_path)
     for model, options, words in (
         (nn.Sequential(nn.Linear(K, N)).bfloat16(), {}, "another model"),
-        (model_of().float(), {}, "dtype of 0 is bfloat16, and here it is float32"),
+        (model_of().float(), {}, "dtype of 0 is 'bfloat16', and here it is 'float32'"),
         (model_of(), {"inference": True}, "its is_inference is False"),
         (model_of(), {"m_range": (512, 2048)}, "other kernels were chosen"),
     ):
         with pytest.raises(ChoicesError, match=words):
             convert(model, 0.06, tuned=path, **options)
         assert all(type(m) is not lokakern.Linear for m in model.modules())
+
+
+def test_a_size_that_differs_is_told_before_kernels(known: Book, tmp_path: Path) -> None:
+    """Layers of other sizes have other kernels, whose names and digests tell less."""
+    path, _, _ = saved(tmp_path)
+    other = nn.Sequential(
+        nn.Linear(K + 8, N), nn.ReLU(), nn.Linear(N, K), nn.ReLU(), nn.Linear(K, N), nn.Tanh(),
+        nn.Linear(N, 1),
+    ).bfloat16()  # fmt: skip
+    file = read(path)
+    changed = dict.fromkeys(file.kernels, "f" * 64)
+    with pytest.raises(ChoicesError, match=f"k of 0 is {K}, and here it is {K + 8};"):
+        check(msgspec.structs.replace(file, kernels=changed), convert(other, 0.06), "FILE")
+
+
+def test_of_kernels_that_differ_nothing_else_is_told(known: Book, tmp_path: Path) -> None:
+    path, handle, _ = saved(tmp_path)
+    file = read(path)
+    more = msgspec.structs.replace(file, kernels={**file.kernels, "more": "digest"})
+    words = "its kernels is {'more': 'digest'}, and here it is {};"
+    with pytest.raises(ChoicesError, match=re.escape(words)):
+        check(more, handle, "FILE")
 
 
 def test_a_file_of_another_version_is_refused(

@@ -272,6 +272,8 @@ def test_budgets_within_the_interval_are_undecided(
     found = only(verdicts_of("a", shaped(64, 64, 9), [replayed(row_err=row_err, upper=upper)]))
     assert (found.safety, found.speed) == (wanted, "")
     assert bool(found.classes[0].reason) == (wanted != "safe")
+    why = ("row: row_err 0.059, at most 0.061 > 0.06",)  # the table shows the lesser error alone
+    assert found.notes == (why if wanted == "undecided" else ())
 
 
 def test_notes_tell_when_bfloat16_exceeds_the_budget() -> None:

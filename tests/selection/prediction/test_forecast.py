@@ -16,11 +16,12 @@ from msgspec.structs import replace
 
 import lokakern
 from lokakern.errors import UnknownNameError
-from lokakern.problems import make_problem
+from lokakern.problems import PADDED, make_problem
 from lokakern.registry.snapshot.loading import load_snapshot
 from lokakern.registry.storage.paths import shipped_databases
 from lokakern.selection import dispatcher, host_cost, misses
 from lokakern.selection.candidates import HostCost
+from lokakern.selection.padded_rows import padded_problem
 from lokakern.selection.prediction import models
 from lokakern.selection.prediction.errors import predicted_errors
 from lokakern.selection.prediction.features import Rates, is_covered
@@ -30,6 +31,7 @@ from tests.support.left_out_errors import measured_and_predicted
 from tests.support.shipped import H100_FILE, H200_FILE
 
 H200 = "NVIDIA H200"
+BUDGET = ErrorBudget(row_err=0.06)
 UNMEASURED = (32768, 2064, 2000)  # FP8 is predicted to be 1.4x as fast
 
 
@@ -150,6 +152,33 @@ def test_unaligned_rows_are_compared_with_padded_ones(predicting: None) -> None:
     compiled = ask(32768, 2061, 2001, regime="compiled")
     assert compiled.predicted is not None
     assert compiled.predicted.plain_us < choice.predicted.plain_us  # no copies
+
+
+@pytest.mark.parametrize("a_layout", [Layout.ROW, Layout.COLUMN])
+@pytest.mark.parametrize("b_layout", [Layout.ROW, Layout.COLUMN])
+def test_a_compiled_product_takes_no_longer_than_with_padded_sizes(
+    predicting: None, a_layout: Layout, b_layout: Layout
+) -> None:
+    """Nor than with the copies that a compiler spares, which the model was fitted to."""
+    draw = random.Random(5)
+    a, b = (Operand(Format.BFLOAT16, layout=x) for x in (a_layout, b_layout))
+    seen = 0
+    drawn = [[draw.randint(300, 4000) for _ in "mnk"] for _ in range(16)]
+    for shape in ([1500, 1500, 16384], [1500, 1024, 16384], *drawn):
+        problem = make_problem("gemm", shape, a=a, b=b)
+        wide = padded_problem(problem)
+        if wide is None:
+            continue
+        alone, compiled, aligned = (
+            dispatcher.table_for(x, BUDGET, None, H200, regime).forecast
+            for x, regime in ((problem, None), (problem, "compiled"), (wide, None))
+        )
+        assert alone is not None and compiled is not None and aligned is not None
+        us = compiled.time_us(PADDED, problem.m)
+        assert us <= 1.001 * aligned.time_us("torch.bf16", wide.m), problem
+        assert us <= alone.time_us(PADDED, problem.m), problem
+        seen += 1
+    assert seen > 12
 
 
 def test_transposed_operands_are_predicted(predicting: None) -> None:
