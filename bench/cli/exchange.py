@@ -154,10 +154,19 @@ def diff(
 ) -> None:
     """List rows that are faster, slower, less accurate or missing in B, beyond noise, worst first.
 
-    Errors are compared at the seeds that both have. The exit code is 6 if anything is slower, less
+    Errors are compared at the seeds that both have; where one has all rows of the other, as a
+    merged file has, nothing changed. The first line counts the rows and runs that both files have,
+    and those of them that differ. The exit code is 6 if anything is slower, less
     accurate or fails in B, else 0.
     """
-    from lokakern.bench.compare.diff import WORSE, Side, counts_of, differences, rows_of
+    from lokakern.bench.compare.diff import (
+        WORSE,
+        Side,
+        counts_of,
+        differences,
+        rows_of,
+        shared_words,
+    )
     from lokakern.registry.sharing.import_file import read_foreign
     from lokakern.registry.snapshot.snapshot import Snapshot
     from lokakern.render import terminal
@@ -185,6 +194,8 @@ def diff(
         for rows, name in ((first, from_device or device), (second, to_device or device))
     ]
     one, other = Side(first, kinds[0], until_ms=until), Side(second, kinds[1], since)
+    if b is not None:
+        say(shared_words(first, second))
     found = differences(one, other, limit=limit.value)
     shown = [d for d in found if everything or d.verdict != "same"]
     if how is not OutputFormat.TABLE:

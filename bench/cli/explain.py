@@ -83,6 +83,7 @@ def explain(
         str | None, typer.Option(help="FP8 output with tensor, row or 1x128 scales.")
     ] = None,
     db: options.Database = None,
+    no_shipped: options.NoShipped = False,
     how: options.How = OutputFormat.TABLE,
     quiet: options.Quiet = False,
 ) -> None:
@@ -135,7 +136,7 @@ def explain(
         raise typer.BadParameter("goes with --model", param_hint="--rows")
     asked_for = options.shape_of(shape or ",".join(sizes or ["32768,512,512"]))
     timing = regime.value if regime else None
-    with reading(db):
+    with reading(db, no_shipped=no_shipped):
         try:
             target = dispatcher.device_named(device, [absent.product for absent in DEVICES])
         except DeviceError:

@@ -82,6 +82,7 @@ def list_(
         str | None, typer.Option(help="With libraries: try and show only this library or plugin.")
     ] = None,
     db: options.Database = None,
+    no_shipped: options.NoShipped = False,
     how: options.How = OutputFormat.TABLE,
 ) -> None:
     """List kernels with their measurements, libraries, suites, distributions, or the device.
@@ -109,7 +110,7 @@ def list_(
         raise typer.BadParameter(f"goes with libraries, not {what.value}", param_hint="--only")
     if what is Listing.LIBRARIES:
         library_smoke.try_all(library_smoke.doubtful(current_device(), only), say)
-    with reading(db):
+    with reading(db, no_shipped=no_shipped):
         rows = (
             resource_rows(brief=brief)
             if resources

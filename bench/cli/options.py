@@ -83,8 +83,9 @@ class TimingRegime(StrEnum):
 Database = Annotated[
     str | None,
     typer.Option("--db", help="Database: a path or an SQLAlchemy URL. Default: $LOKAKERN_DB, "
-                 "else a file in the user's data folder."),
+                 "else a file in the user's data folder. Dispatch reads the shipped files, too."),
 ]  # fmt: skip
+NoShipped = Annotated[bool, typer.Option("--no-shipped", help="Leave out the shipped files.")]
 How = Annotated[OutputFormat, typer.Option("--format", help="Output format.")]
 Json = Annotated[bool, typer.Option("--json", help="Same as --format json.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
@@ -250,8 +251,12 @@ def with_shipped(user: Path) -> list[Path]:
 
 
 @contextmanager
-def reading(database: str | None) -> Iterator[None]:
-    """Let dispatch read the shipped files and this database while inside."""
+def reading(database: str | None, *, no_shipped: bool = False) -> Iterator[None]:
+    """Let dispatch read the shipped files, unless they are left out, and this database inside."""
+    if database is None and no_shipped:
+        from lokakern.registry.storage.paths import user_database
+
+        database = str(user_database())
     if database is None:
         yield
         return
@@ -260,7 +265,7 @@ def reading(database: str | None) -> Iterator[None]:
     from lokakern.registry.storage.paths import shipped_databases
     from lokakern.selection import dispatcher
 
-    shipped, given = shipped_databases(), source_of(database)
+    shipped, given = [] if no_shipped else shipped_databases(), source_of(database)
     rows = union_of(shipped, [given])
     dispatcher.use_snapshot(Snapshot(rows, [*map(str, shipped), database]))
     try:

@@ -27,6 +27,7 @@ def report(
         Path | None, typer.Option(help="Write the pictures of a device into this folder.")
     ] = None,
     db: options.Database = None,
+    no_shipped: options.NoShipped = False,
     how: options.How = OutputFormat.TABLE,
 ) -> None:
     """Show the measurements of a device: fastest kernels, errors, bounds, coverage and staleness.
@@ -38,7 +39,7 @@ def report(
     """
     if probe is not None and png is not None:
         raise typer.BadParameter("goes with a device, not with --probe", param_hint="--png")
-    with reading(db):
+    with reading(db, no_shipped=no_shipped):
         if probe is None:
             _of_device(device, budget, out, png, how)
         else:
@@ -73,13 +74,15 @@ def _of_device(
             with options.writing(out):
                 out.write_text(page, encoding="utf-8")
             say(f"{out}: {len(survey.ops)} ops of {survey.device.product}, "
-                f"{len(page.encode()) / 1e6:.1f} MB; times: {survey.totals['times']}; "
+                f"{len(page.encode()) / 1e6:.1f} MB; times: {survey.totals['times']}, by file: "
+                f"{survey.totals['times by file']}; "
                 f"errors: {survey.totals['errors']}")  # fmt: skip
     if out is None and png is None:
         columns = ["op", "form", "m", "n", "k", "kernel", "us", "plain_us", "speedup", "row_err",
                    "note"]  # fmt: skip
         rows = [row for row in survey.choices if row["budget"] == f"{budget:g}"]
         print_rows([{name: row[name] for name in columns} for row in rows], how)
+        say(f"times by file: {survey.totals['times by file']}")
 
 
 def _of_probe(

@@ -3,7 +3,9 @@
 A cell is a kernel by name, a problem and a distribution; for times also a regime and, unless two
 GPUs are compared, the GPU. The newest source of a kernel counts, with the rows of its best grade:
 for times the median over runs, for errors the largest bound at the seeds that both sides have.
-Other seeds are other operands: their errors differ by up to 1.5 times without any change.
+Other seeds are other operands: their errors differ by up to 1.5 times without any change. Where one
+side has all rows of the other, as a merged file has those of its parts, nothing changed: the cell
+is compared at the rows that both have.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Any
 from lokakern.progress import tell
 from lokakern.registry.schema import row_keys
 from lokakern.registry.schema.tables import COLUMNS
+from lokakern.registry.sqlite_file import FACTS
 from lokakern.registry.storage.reader import Rows
 from lokakern.selection.candidates import LIMIT_COLUMNS
 from lokakern.selection.ties import margin_us, within_noise
@@ -48,6 +51,7 @@ class Found:
 
     status: str
     digest: str
+    rows: frozenset[tuple[Any, ...]]
     value: float = math.nan
     p20: float = math.nan
     p80: float = math.nan
@@ -101,6 +105,8 @@ def differences(a: Side, b: Side, *, limit: str = "row_err") -> list[Difference]
             sides.append(_found(side, what, across))
         for cell in sides[0].keys() | sides[1].keys():
             one, other = sides[0].get(cell), sides[1].get(cell)
+            if one and other and (one.rows <= other.rows or other.rows <= one.rows):
+                one = other = min(one, other, key=lambda found: len(found.rows))
             if one and other and (seeds := one.by_seed.keys() & other.by_seed.keys()):
                 one, other = one.at_seeds(seeds), other.at_seeds(seeds)
             found.append(Difference(_verdict(what, one, other), what, cell, one, other))
@@ -142,8 +148,8 @@ def _cells(
         device = side.device
         only = row_keys.key_of(device) if where == "device" else device.architecture
     cells: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-    for values in map(pick, side.rows[table]):
-        row = dict(zip(names, values, strict=True))
+    for whole in side.rows[table]:
+        row = dict(zip(names, pick(whole), strict=True)) | {"row": whole}
         here = only is None or row[where] == only
         if not here or not side.since_ms <= row["measured_utc_ms"] < side.until_ms:
             continue
@@ -180,21 +186,21 @@ def _found(side: Side, what: str, across: bool) -> dict[tuple[str, ...], Found]:
         cells = _cells(side, "accuracy", ("seed", column), "architecture", across)
     found = {}
     for cell, rows in cells.items():
-        digest = rows[0]["digest"]
+        digest, of_cell = rows[0]["digest"], frozenset(row["row"] for row in rows)
         if rows[0]["status"] != "ok":
             last = max(rows, key=lambda row: (row["status"] == "wrong", row["measured_utc_ms"]))
-            found[cell] = Found(last["status"], last["digest"])
+            found[cell] = Found(last["status"], last["digest"], of_cell)
         elif what == "time_us":
-            found[cell] = _time(rows, digest)
+            found[cell] = _time(rows, digest, of_cell)
         else:
             errors: dict[int, float] = {}
             for row in rows:
                 errors[row["seed"]] = max(row[column], errors.get(row["seed"], 0.0))
-            found[cell] = Found("ok", digest, by_seed=errors).at_seeds(errors)
+            found[cell] = Found("ok", digest, of_cell, by_seed=errors).at_seeds(errors)
     return found
 
 
-def _time(rows: list[dict[str, Any]], digest: str) -> Found:
+def _time(rows: list[dict[str, Any]], digest: str, of_cell: frozenset[tuple[Any, ...]]) -> Found:
     by_run: dict[str, list[float]] = {}
     for row in rows:
         by_run.setdefault(row["run"], []).append(row["latency_us_p50"])
@@ -202,11 +208,24 @@ def _time(rows: list[dict[str, Any]], digest: str) -> Found:
     return Found(
         "ok",
         digest,
+        of_cell,
         statistics.median(map(statistics.median, by_run.values())),
         min(p20 for p20, _, _ in spreads),
         max(p80 for _, p80, _ in spreads),
         max(margin_us(*spread) for spread in spreads),
     )
+
+
+def shared_words(a: Rows, b: Rows) -> str:
+    """Of two databases: the measurements and runs of equal keys, and whether their rows differ."""
+    runs = {row[0] for row in a["run"]} & {row[0] for row in b["run"]}
+    one, other = ({row[0]: row for name in FACTS for row in rows[name]} for rows in (a, b))
+    both = one.keys() & other.keys()
+    differ = sum(one[key] != other[key] for key in both)
+    how = f", {differ or 'none'} of them different" if both else ""
+    only_a, only_b = len(one) - len(both), len(other) - len(both)
+    return (f"A and B share {len(runs)} runs and {len(both)} rows{how}; "
+            f"only in A: {only_a} rows, only in B: {only_b}")  # fmt: skip
 
 
 def counts_of(found: Iterable[Difference]) -> dict[str, int]:

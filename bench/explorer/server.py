@@ -42,7 +42,7 @@ _STYLE = "dl.column-descriptions { columns: 22em; font-size: smaller; } " + " ".
     for name in FACTS
 )
 _SETTINGS = {
-    # The slowest query of the shipped file takes 0.4 s; a user's file may be ten times as large.
+    # The slowest query of the shipped file takes 0.5 s; a user's file may be ten times as large.
     "sql_time_limit_ms": 10_000,
     "facet_time_limit_ms": 2_000,
     "suggest_facets": False,  # they try every column on each page

@@ -152,7 +152,9 @@ LABELS = {
     "plain_us": "unquantized us", "speedup": "times as fast", "least_us": "minimum us",
     "light": "share of roofline", "kind": "language", "front": "Pareto-optimal",
     "typical_row_err": "row error, median shape", "row_err": "row error",
-    "row_p99": "99 % of rows",
+    "row_p99": "99 % of rows", "quantized": "FP8 chosen", "median_speedup": "median gain of FP8",
+    "largest_speedup": "largest gain", "median_light": "median share of roofline",
+    "largest_light": "largest share of roofline", "most_often": "chosen most often",
 }  # fmt: skip
 
 

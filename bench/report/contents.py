@@ -7,6 +7,8 @@ is that of dispatch (`lokakern.selection.candidates.freshness_of`).
 from __future__ import annotations
 
 import functools
+import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -36,8 +38,8 @@ class Contents:
         facts: Devices, environments, and numbers of rows, as what and value.
         runs: Every run by date, with its numbers of rows.
         parts: Rows of an op on a device (errors and tests: an architecture), in a regime.
-        failures: Rows that are not ok, by kernel and status, with the reason of one of them; wrong
-            ones first.
+        failures: Rows that are not ok, by kernel and status, with the worst reason; wrong ones
+            first.
     """
 
     facts: list[Row]
@@ -109,12 +111,22 @@ def contents_of(rows: Rows) -> Contents:
         parts=[_part(place, parts[place]) for place in sorted(parts)],
         failures=[
             {"status": status, "of": what, "kernel": kernel, "where": where, "rows": len(reasons),
-             "reason": min(reasons)}
+             "reason": min(reasons, key=lambda reason: (-_excess(reason), reason))}
             for (status, what, kernel, where), reasons in sorted(
                 failures.items(), key=lambda item: (item[0][0] != "wrong", item[0])
             )
         ],
     )  # fmt: skip
+
+
+def _excess(reason: str) -> float:
+    """The number of a reason such as "kernel_err 20.5 > 16"; 0 if it has none."""
+    found = re.search(r"([0-9.]+(?:e[+-]?[0-9]+)?|inf|nan) > ", reason)
+    try:
+        value = float(found[1]) if found else 0.0
+    except ValueError:  # of a file of others
+        value = 0.0
+    return math.inf if math.isnan(value) else value
 
 
 def _named(rows: Rows, table: str) -> Iterator[Row]:

@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lokakern.device import current_device
@@ -18,7 +19,8 @@ from lokakern.progress import tell
 from lokakern.registry.libraries import named
 from lokakern.registry.register import Kernel, fp8_format, kernels_for
 from lokakern.registry.schema.row_keys import key_of
-from lokakern.registry.sqlite_file import GRADES
+from lokakern.registry.sqlite_file import GRADES, shown
+from lokakern.registry.storage.paths import shipped_databases
 from lokakern.selection.dispatcher import default_regime
 from lokakern.sweep.stale_jobs import OLDER, WORDS, Staleness, without_superseded
 from lokakern.types import Device, Problem, Rejected
@@ -165,7 +167,8 @@ class Holdings:
     def __init__(self, facts: Snapshot, device: Device, regime: str | None = None) -> None:
         self._facts, self._device = facts, device
         tell("counting rows", 0)
-        self._staleness = Staleness(facts, device, regime or default_regime(device))
+        self._regime = regime or default_regime(device)
+        self._staleness = Staleness(facts, device, self._regime)
         rows: defaultdict[str, _Rows] = defaultdict(_Rows)
         for head, word in self._staleness.timings:
             rows[head.problem].add(head, word)
@@ -237,7 +240,7 @@ class Holdings:
         return found
 
     def totals(self) -> dict[str, str]:
-        """Sums in words: times, errors, grades, and the newest day."""
+        """Sums in words: times, the files that have them, errors, grades, and the newest day."""
         times, errors = _Rows(), _Rows()
         for rows in self._rows.values():
             times.join(rows)
@@ -248,10 +251,21 @@ class Holdings:
         grades = times.grades | errors.grades
         return {
             "times": times.told(len(self._rows)),
+            "times by file": self._by_file(),
             "errors": errors.told(sum(len(problems) for _, problems in by_op)),
             "grades": _grades_told(grades),
             "last measured": _day_told(max(times.newest_utc_ms, errors.newest_utc_ms)),
         }
+
+    def _by_file(self) -> str:
+        shipped = {shown(path) for path in shipped_databases()}
+        counts = self._facts.timings_by_file(self._device, self._regime)
+        words = [
+            Path(name.strip("'")).name + (" (shipped)" if name in shipped else "") + f": {count}"
+            for name, count in counts.items()
+            if count or name not in shipped  # shipped files of other devices go without saying
+        ]
+        return ", ".join(words) or "none"
 
     @functools.cached_property
     def errors(self) -> list[tuple[AccuracyHead, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -10,7 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lokakern.bench.report import charts
+from lokakern.registry.register import KERNELS
 from lokakern.render.html import hash_of, json_of, rendered, script_of
+from lokakern.types import Granularity
 from lokakern.workloads.distributions import DISTRIBUTIONS
 
 if TYPE_CHECKING:
@@ -91,15 +94,16 @@ def _most_telling(times: Sequence[Row]) -> list[Row]:
 
 def _tables(survey: Survey, op: Row, timed: int) -> list[dict[str, Any]]:
     """Of an op, of which the survey had so many times."""
-    found = charts.tables_of(survey, op)
+    found, gain = charts.tables_of(survey, op), op["gain"]
     choices = [row for row in survey.choices if row["op"] == op["op"]]
     answers = sorted(
         found["choices"],
-        key=lambda row: (row["answer"] == charts.PREDICTED, -(row[op["gain"]] or 0)),
+        key=lambda row: (row["answer"] == charts.PREDICTED, -(row[gain] or 0)),
     )
     return [
-        _table("by_budget", "Choices of dispatch by budget", _by_budget(choices, op),
-               f"problems answered chosen {op['gain']}", "kernel budget best"),
+        _table("by_budget", "Choices of dispatch by budget", _by_budget(choices, gain),
+               f"problems answered quantized median_{gain} largest_{gain}",
+               "budget largest_by largest_at most_often"),
         _table("choices", "Choices of dispatch", answers,
                "m n k us plain_us speedup light row_err", "budgets answer letter kernel note"),
         _table("times", "Times by kernel and problem", found["times"], "m n k us least_us row_err",
@@ -136,29 +140,41 @@ def _table(
     }
 
 
-def _by_budget(choices: Iterable[Row], op: Row) -> list[Row]:
-    """For each budget: the kernel chosen most often, and the largest gain and its problem."""
+def _by_budget(choices: Iterable[Row], gain: str) -> list[Row]:
+    """For each budget: how often FP8 is chosen and what it gains, and the kernel chosen most often.
+
+    Of ops without an unquantized counterpart, the gain is the share of the roofline.
+    """
     rows = []
     for budget, found in itertools.groupby(
         sorted(choices, key=lambda row: row["budget"]), key=lambda row: row["budget"]
     ):
         here = list(found)
         answered = [row for row in here if row["answered"]]
+        quantized = [row for row in answered if _quantizes(row["kernel"])]
+        gains = [row for row in quantized if row[gain] is not None]
+        median = statistics.median(row[gain] for row in gains) if gains else None
+        best = max(gains, key=lambda row: row[gain], default=None)
         often = Counter(row["kernel"] for row in answered).most_common(1)
-        best = max((row for row in here if row[op["gain"]] is not None),
-                   key=lambda row: row[op["gain"]], default=None)  # fmt: skip
         rows.append(
             {
-                "budget": budget,
                 "problems": len(here),
                 "answered": len(answered),
-                "kernel": often[0][0] if often else None,
-                "chosen": often[0][1] if often else None,
-                op["gain"]: best and best[op["gain"]],
-                "best": best and f"{charts.sizes_of(best)} {best['form']}",
+                "quantized": len(quantized),
+                f"median_{gain}": median and round(median, 4),
+                f"largest_{gain}": best and best[gain],
+                "budget": budget,
+                "largest_by": best and best["kernel"],
+                "largest_at": best and f"{charts.sizes_of(best)} {best['form']}",
+                "most_often": f"{often[0][0]} ({often[0][1]})" if often else None,
             }
         )
     return rows
+
+
+def _quantizes(name: str) -> bool:
+    kernel = KERNELS.get(name)
+    return kernel is None or kernel.granularity is not Granularity.NONE
 
 
 def _label(name: str) -> str:

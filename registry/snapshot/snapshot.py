@@ -510,6 +510,14 @@ class Snapshot:
         for row in self._facts.rows("timing", device=key, regime=regime):
             yield self._cell(TimingCell, "timing", row)
 
+    def timings_by_file(self, device: Device, regime: str) -> dict[str, int]:
+        """Numbers of timings on a device in a regime, by file; of rows of two, the last counts."""
+        key = row_keys.key_of(device)
+        return {
+            image.name: image.count("timing", device=key, regime=regime)
+            for image in self._facts.images
+        }
+
     def least_us_per_byte(self, device: Device, regime: str) -> float:
         """The least time of anything timed on a device per byte of its operands and outputs.
 

@@ -539,7 +539,8 @@ def test_every_command_counts_rows_alike(command: Command, mixed: Path, tmp_path
     page = tmp_path / "page.html"
     assert words in command("report", "--out", str(page)).err
     text = page.read_text("utf-8")
-    assert f"Times: {words}." in text and f"Snapshot {device['snapshot digest'][:12]}," in text
+    assert f"Times: {words}, by file: {device['times by file']}." in text
+    assert f"Snapshot {device['snapshot digest'][:12]}," in text
     table = command("list", "coverage").out
     assert all(word in table for word in COUNTED)
 

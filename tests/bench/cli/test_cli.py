@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import re
 import shlex
 import sqlite3
 import subprocess
@@ -32,6 +33,8 @@ from lokakern.types import REALISTIC_DISTRIBUTIONS, Format, Layout, Operand
 from lokakern.workloads.distributions import DISTRIBUTIONS
 from lokakern.workloads.suites import SUITES
 from tests.support.inline_worker import run_tasks_here
+from tests.support.measurements import BF16, ROW, gemm, time
+from tests.support.rows_at_once import RowsAtOnce
 
 load_kernels()
 ROOT = Path(__file__).resolve().parents[3]
@@ -882,6 +885,27 @@ def test_wrong_usage_is_exit_code_2(command: Command, words: tuple[str, ...]) ->
     assert ran.code == 2
     assert "Usage" in ran.err + ran.out
     assert not ran.out or not words
+
+
+def test_times_are_counted_by_file_and_shipped_ones_may_be_left_out(
+    command: Command, tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.sqlite"
+    with RowsAtOnce.create(path, suite="s", command="c", harness_digest="h") as run:
+        time(BF16, gemm(8192, 2048, 2048), 90.0)(run)
+    asked = ("--device", "NVIDIA H200", "--db", str(path))
+
+    def by_file(*words: str) -> str:
+        rows = command("list", "device", "--json", *asked, *words).json
+        return str({row["what"]: row["value"] for row in rows}["times by file"])
+
+    assert re.fullmatch(r"nvidia-h200.sqlite \(shipped\): \d{5}, mine.sqlite: 1", by_file())
+    assert by_file("--no-shipped") == "mine.sqlite: 1"
+    done = command("report", *asked, "--no-shipped", "--json")
+    assert done.err == "times by file: mine.sqlite: 1\n"
+    assert {(row["m"], row["n"], row["k"]) for row in done.json} == {(8192, 2048, 2048)}
+    explained = command("explain", "8192", "2048", "2048", *asked, "--no-shipped").out
+    assert BF16 in explained and ROW not in explained
 
 
 def test_devices_are_named_in_any_case(command: Command, measured: str, tmp_path: Path) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import re
 import socket
 import sqlite3
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,14 +18,17 @@ from typing import Any
 import pytest
 
 from lokakern.bench.explorer import server
-from lokakern.bench.explorer.queries import QUESTIONS
+from lokakern.bench.explorer.queries import _UNALIGNED, QUESTIONS
 from lokakern.device import current_device, current_environment
 from lokakern.errors import DatabaseError, UnsupportedError
-from lokakern.problems import make_problem
+from lokakern.problems import PADDED, make_problem, padded_sizes
 from lokakern.registry.register import KERNELS, load_kernels
+from lokakern.registry.schema import row_keys
 from lokakern.registry.schema.records import DistributionRow, TimingRecord
 from lokakern.registry.schema.tables import TABLES, tables_of
 from lokakern.registry.sqlite_file import check_header
+from lokakern.types import Format, Layout, Operand
+from tests.support.measurements import BF16, ROW, gemm, measured, time
 from tests.support.rows_at_once import RowsAtOnce
 from tests.support.shipped import H100_FILE, H200_FILE
 
@@ -90,6 +95,46 @@ def test_no_query_chooses_what_dispatch_refuses(name: str, kernel: str) -> None:
     assert not [row for row in prepared if "quantize_together" in row[kernel]]
 
 
+def test_unaligned_rows_have_a_gain_only_against_padded_ones(tmp_path: Path) -> None:
+    """Half as fast as unaligned bf16, three times as fast, and 1.2 times as fast as padded bf16."""
+    path = tmp_path / "unaligned.sqlite"
+    sizes = {"k": (4096, 512, 479), "n": (4096, 477, 512), "m": (4095, 512, 512)}
+    rows = [row for m, n, k in sizes.values() for row in measured(bf16=30.0, m=m, n=n, k=k)]
+    rows += measured(bf16=30.0, row=60.0, m=64, n=24, k=479)
+    rows += [time(PADDED, gemm(*sizes["n"]), 12.0)]
+    with RowsAtOnce.create(path, suite="s", command="c", harness_digest="h") as run:
+        for row in rows:
+            row(run)
+    answers = {(row["m"], row["n"], row["k"]): row for row in answers_of(path, "fastest")}
+    found = {name: answers[size] for name, size in sizes.items()}
+    told = {name: (row["kernel"], row["x_bf16"], row["baseline"]) for name, row in found.items()}
+    assert told == {"k": (ROW, None, BF16), "n": (ROW, 1.2, PADDED), "m": (ROW, 3.0, BF16)}
+    assert "torch.bf16_padded was not timed" in found["k"]["note"]
+    assert (found["n"]["note"], found["m"]["note"]) == ("", "")
+    (lost,) = answers_of(path, "fp8_loses")
+    assert (lost["times_as_long"], lost["baseline"], lost["note"]) == (
+        2.0,
+        BF16,
+        found["k"]["note"],
+    )
+
+
+@pytest.mark.parametrize("a", [Layout.ROW, Layout.COLUMN])
+@pytest.mark.parametrize("b", [Layout.ROW, Layout.COLUMN])
+def test_rows_are_unaligned_where_a_kernel_pads(a: Layout, b: Layout) -> None:
+    left, right = Operand(Format.BFLOAT16, layout=a), Operand(Format.BFLOAT16, layout=b)
+    columns = ("m", "n", "k", "a", "b", "prepared")
+    query = f"WITH problem({', '.join(columns)}) AS (VALUES (?, ?, ?, ?, ?, ?)) SELECT {_UNALIGNED}"
+    with sqlite3.connect(":memory:") as memory:
+        for m, n, k, prepared in itertools.product((1, 8, 9), (1, 8, 9), (1, 8, 9), (0, 1)):
+            problem = replace(gemm(m, n, k), a=left, b=right, prepared=bool(prepared))
+            row = row_keys.row_of(problem)
+            (found,) = memory.execute(
+                f"{query} FROM problem", [row[name] for name in columns]
+            ).fetchone()
+            assert bool(found) == (padded_sizes(problem) != (m, n, k)), problem
+
+
 def test_fp8_loses_only_where_it_is_slower(get: Get) -> None:
     rows = rows_of(get, "fp8_loses")
     assert rows and all(row["fp8_us"] > row["bf16_us"] for row in rows)
@@ -132,10 +177,13 @@ def timed(run: RowsAtOnce, m: int, us: float, when_ms: int) -> None:
 
 
 def slower_since(path: Path, day: str) -> list[dict[str, Any]]:
-    found = server.explorer_of([path])
-    answer = asyncio.run(
-        found.client.get(f"/{path.stem}/regressed.json", params={"_shape": "array", "since": day})
-    )
+    return answers_of(path, "regressed", since=day)
+
+
+def answers_of(path: Path, name: str, **parameters: str) -> list[dict[str, Any]]:
+    client = server.explorer_of([path]).client
+    parameters = {"_shape": "array", **parameters}
+    answer = asyncio.run(client.get(f"/{path.stem}/{name}.json", params=parameters))
     assert answer.status_code == 200, answer.text
     rows: list[dict[str, Any]] = answer.json()
     return rows

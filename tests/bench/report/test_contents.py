@@ -89,6 +89,28 @@ def test_every_row_of_a_shipped_file_is_counted(describe: Callable[..., Ran]) ->
     assert {row["stale"] for row in rows} == {"0"}
 
 
+@pytest.mark.parametrize(
+    ("reasons", "worst"),
+    [
+        (("kernel_err 16.8 > 16", "kernel_err 103 > 16", "kernel_err 20 > 16"), 1),
+        (("kernel_err 103 > 16", "kernel_err 1e+05 > 16"), 1),
+        (("kernel_err inf > 16", "kernel_err 1e+05 > 16"), 0),
+        (("kernel_err 1e+05 > 16", "kernel_err nan > 16"), 1),
+        (("kernel_err 1.2.3 > 16", "kernel_err 17 > 16"), 1),  # of a file of others
+        (("out of memory", "60 s"), 1),  # without a number beyond a limit: the first by name
+    ],
+)
+def test_the_worst_reason_is_told(tmp_path: Path, reasons: tuple[str, ...], worst: int) -> None:
+    path = tmp_path / "wrong.sqlite"
+    load_kernels()
+    with RowsAtOnce.create(path, suite="s", command="c", harness_digest="h") as run:
+        for seed, reason in enumerate(reasons):
+            row = dataclasses.replace(ACCURATE, status="wrong", reason=reason, seed=seed)
+            run.add_accuracy(KERNELS["torch.bf16"], PROBLEM, X1, "sm_90", ENVIRONMENT, row)
+    (failure,) = contents_of(read_rows(path)).failures
+    assert (failure["reason"], failure["rows"]) == (reasons[worst], len(reasons))
+
+
 def test_tables_show_runs_rows_and_failures(describe: Callable[..., Ran], tmp_path: Path) -> None:
     code, out, err = describe(database(tmp_path / "a.sqlite", 1))
     assert (code, err) == (0, "")

@@ -20,7 +20,7 @@ from lokakern import dispatch
 from lokakern.bench.cli.main import app
 from lokakern.bench.report import charts, survey, survey_page
 from lokakern.bench.report.survey import Survey, survey_of
-from lokakern.bench.report.survey_page import page_of
+from lokakern.bench.report.survey_page import _tables, page_of
 from lokakern.problems import make_problem
 from lokakern.progress import Progress
 from lokakern.registry.sharing.plausibility import least_us
@@ -202,6 +202,25 @@ def test_the_tables_of_a_page_are_static(small: Survey) -> None:
     assert sum(len(row) == 11 for row in rows) == len(small.times)
     assert sum(len(row) == 8 for row in rows) == len(small.errors)
     assert sum(len(row) == len(small.holdings[0]) for row in rows) == len(small.holdings)
+
+
+def test_the_first_table_counts_fp8_and_its_gains_only(small: Survey) -> None:
+    """The unquantized kernel, chosen at a fourth of the gemms, is no faster than itself."""
+    (told,) = (each for each in _tables(small, at_op(small, "gemm"), 0)
+               if each["name"] == "by_budget")  # fmt: skip
+    by_budget = {row["budget"]: row for _, rows in told["groups"] for row in rows}
+    usual, strict = by_budget["0.06"], by_budget["0.03"]
+    assert (usual["problems"], usual["answered"], usual["quantized"]) == (8, 8, 6)
+    assert usual["median_speedup"] == usual["largest_speedup"] == 1.667
+    assert usual["largest_by"] == ROW and " n=64 " not in usual["largest_at"]
+    assert usual["most_often"] == f"{ROW} (6)"
+    assert (strict["quantized"], strict["median_speedup"], strict["largest_by"]) == (0, None, None)
+    assert strict["most_often"] == f"{BF16} (8)"
+    assert {*told["columns"]} == {*usual}
+
+
+def at_op(survey: Survey, name: str) -> dict[str, Any]:
+    return next(op for op in survey.ops if op["op"] == name)
 
 
 def rows_end(survey: Survey, kernel: str) -> list[str]:
