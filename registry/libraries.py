@@ -320,9 +320,12 @@ def _file_beside(_cache: str | None) -> Path:
     return cache_folder().with_name("trials.json")
 
 
-def trial_of(library: Library, device: Device) -> Trial | None:
-    """How it ended when what is installed was tried on a device like this; None: never."""
-    key = _key(library, device)
+def trial_of(library: Library, device: Device, interpreted: bool | None = None) -> Trial | None:
+    """How it ended when what is installed was tried on a device like this; None: never.
+
+    In Triton's interpreter or not; None: as this process runs.
+    """
+    key = _key(library, device, interpreted)
     path = trials_file()
     return _unkept.get(key) or _trials(path, _changed(path)).get(key)
 

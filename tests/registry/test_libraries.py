@@ -25,6 +25,7 @@ from lokakern import numerics
 from lokakern.bench.cli import sweep
 from lokakern.bench.cli.main import app
 from lokakern.bench.report import library_smoke, listing
+from lokakern.build.prebuild import load_interpreted
 from lokakern.device import current_device
 from lokakern.problems import make_problem
 from lokakern.registry import digests, libraries, register
@@ -400,13 +401,14 @@ def test_a_trial_in_the_interpreter_holds_only_there(
     assert libraries.trial_of(library, here) == Trial(right=1)
 
 
-def test_prebuild_says_that_a_plugin_was_tried_in_the_interpreter_only(
+def test_prebuild_says_that_a_plugin_failed_in_the_interpreter(
     library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(libraries, "plugins", lambda: {"some": library})
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    libraries.keep_trial(library, current_device(), Trial(right=1))
+    libraries.keep_trial(library, current_device(), Trial("registers no kernel"))
     monkeypatch.setenv("TRITON_INTERPRET", "0")
+    load_interpreted()  # imports nothing
     assert sweep._why_none([], H200, ["some."]) == (
         "some was tried in the interpreter only: try it on NVIDIA H200; "
     )
