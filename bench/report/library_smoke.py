@@ -432,9 +432,10 @@ def _fault_at(case: Case, kernel: Kernel, device: Device, say: Say, moved: str =
         rows = "columns" if moved == "b" else "rows"
         named += f" {'without' if tight else 'with'} gaps between {rows} of {moved}"
     say(named)
-    if device.is_gpu and not moved:
+    is_timed = device.is_gpu and not moved
+    if is_timed:
         (record,) = time_case(case, [kernel], device, default_regime(device))
-    else:
+    if not is_timed or (record.status == "ok" and libraries.named(kernel.library).is_plugin):
         record = check_case(case, kernel, device, moved=moved)
     if record.status == "ok":
         return ""

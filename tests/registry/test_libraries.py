@@ -480,6 +480,8 @@ def taking(op: str, scales: Granularity) -> Callable[..., Accepted | Rejected]:
         ("out", "out=bfloat16/strided with gaps between rows of out"),
         ("a", "without gaps between rows of a"),
         ("b", "without gaps between columns of b"),
+        ("gaps", "writes 67 elements outside of out [67, 90], the first at row 0, column 90 at"),
+        ("row", "writes 256 elements outside of out [256, 256], the first at row 256, column 0"),
     ],
 )
 def test_scaled_gemms_of_plugins_are_tried_on_all_strides(
@@ -499,6 +501,11 @@ def test_scaled_gemms_of_plugins_are_tried_on_all_strides(
         wide = left @ right * a_scale * b_scale
         target = out.as_strided((m, n), (n, 1)) if rule == "out" else out
         target.copy_(wide if bias is None else wide + bias.float())
+        begin, stride = out.storage_offset(), out.stride()
+        if rule == "gaps" and stride[0] > n:
+            out.as_strided((m, 1), stride, begin + n).zero_()
+        if rule == "row":
+            out.as_strided((1, n), stride, begin + m * stride[0]).zero_()
 
     kernel = replace(
         kernel_of(library), op="scaled_gemm", launch=launch,
@@ -533,7 +540,7 @@ def test_gemms_of_plugins_are_tried_on_slices(
     assert expected in outcome, outcome
 
 
-@pytest.mark.parametrize("rule", ["float32", "strides"])
+@pytest.mark.parametrize("rule", ["float32", "strides", "gaps", "scale"])
 def test_quantizers_of_plugins_are_tried_on_float32_and_slices(
     library: Library, monkeypatch: pytest.MonkeyPatch, rule: str
 ) -> None:
@@ -544,6 +551,12 @@ def test_quantizers_of_plugins_are_tried_on_float32_and_slices(
             raise TypeError("not bfloat16")
         read = x.as_strided(x.shape, (x.shape[1], 1)) if rule == "strides" else x
         breaking("")(read, data, scale, ())
+        if rule == "gaps":  # between rows of FP8 data they are lokakern's own
+            data.as_strided((len(x), data.stride(0)), data.stride()).view(torch.uint8)[
+                :, x.shape[1] :
+            ] = 0
+        if rule == "scale":
+            scale.as_strided((1,), (1,), scale.storage_offset() + len(x)).zero_()
 
     kernel = replace(
         kernel_of(library), op="quantize", launch=launch,
@@ -552,9 +565,10 @@ def test_quantizers_of_plugins_are_tried_on_float32_and_slices(
     outcome = library_smoke._outcome_of(kernel, lambda _: None)
     words = {
         "float32": "TypeError: not bfloat16 at quantize m=67 k=200 a=float32",
+        "scale": "writes 1 elements outside of scale [256, 1], the first at row 256, column 0",
         "strides": "a=bfloat16 out=e4m3fn/row with gaps between rows of x: x [67, 200]",
     }
-    assert words[rule] in outcome, outcome
+    assert words.get(rule, library_smoke.RIGHT) in outcome, outcome
 
 
 def test_a_gemm_that_quantizes_inside_is_told_to_declare_it(
