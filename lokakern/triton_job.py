@@ -236,7 +236,7 @@ def _resources(compiled: Any) -> str:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(compiled.asm["cubin"])
             file.flush()
-            command = [tool, "--dump-resource-usage", file.name]
+            command = [str(tool), "--dump-resource-usage", file.name]
             try:
                 text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
             except (OSError, subprocess.CalledProcessError):  # not every Triton brings it

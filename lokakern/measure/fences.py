@@ -30,7 +30,7 @@ class Fence(NamedTuple):
         places = (changed & ~self.may_write).nonzero()
         if not len(places):
             return ""
-        at = int(places[0]) - self.out.storage_offset()
+        at = int(places[0]) - int(self.out.storage_offset())
         *_, down, across = (1, *self.out.stride())
         row, column = divmod(at, down) if down >= across else reversed(divmod(at, across))
         return (f"writes {len(places)} elements outside of {self.name} {[*self.out.shape]}, the "
