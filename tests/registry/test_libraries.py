@@ -575,7 +575,7 @@ def test_quantizers_of_plugins_are_tried_on_float32_and_slices(
     outcome = library_smoke._outcome_of(kernel, lambda _: None)
     words = {
         "float32": "TypeError: not bfloat16 at quantize m=67 k=200 a=float32",
-        "long": "at quantize m=3 k=5000",
+        "long": ", column 4096: 0, not ",
         "many": "at quantize m=520 k=40",
         "scale": "writes 1 elements outside of scale [256, 1], the first at row 256, column 0",
         "strides": "a=bfloat16 out=e4m3fn/row with gaps between rows of x: x [67, 200]",
