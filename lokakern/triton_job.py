@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import functools
 import importlib
+import re
+import subprocess
+import tempfile
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +23,7 @@ from torch import Tensor
 from lokakern.errors import DeviceError
 
 if TYPE_CHECKING:
+    from lokakern.jit import Recording
     from lokakern.types import Device
 
 
@@ -29,6 +34,12 @@ class Pointer:
     dtype: torch.dtype
     aligned: bool  # to 16 bytes
     within_2gib: bool  # whether AMD's buffer instructions reach all of it
+
+    @classmethod
+    def of(cls, x: Tensor, device: Device) -> Pointer:
+        """Of a meta tensor, whose storage starts aligned."""
+        aligned = x.storage_offset() * x.element_size() % 16 == 0
+        return cls(x.dtype, aligned, device.vendor != "amd" or x.untyped_storage().size() < 2**31)
 
     def data_ptr(self) -> int:
         return 0 if self.aligned else 1
@@ -71,14 +82,7 @@ class TritonJob:
         options: dict[str, int],
     ) -> TritonJob:
         """The job of one launch; tensors are meta tensors, whose storage starts aligned."""
-        pointers = tuple(
-            Pointer(
-                x.dtype,
-                x.storage_offset() * x.element_size() % 16 == 0,
-                device.vendor != "amd" or x.untyped_storage().size() < 2**31,
-            )
-            for x in tensors
-        )
+        pointers = tuple(Pointer.of(x, device) for x in tensors)
         return cls(function.fn.__module__, function.fn.__qualname__, pointers, specialized,
                    unspecialized, constants, options)  # fmt: skip
 
@@ -105,9 +109,7 @@ class TritonJob:
             DeviceError: Triton does not compile for such a device.
             Exception: Whatever Triton raises about the function.
         """
-        function = functools.reduce(
-            getattr, self.name.split("."), importlib.import_module(self.module)
-        )
+        function = _function(self.module, self.name)
         with _compiling_for(device) as hits:
             function.warmup(
                 *self.pointers, *self.specialized, *self.unspecialized, *self.constants,
@@ -120,6 +122,131 @@ class TritonJob:
         types = ", ".join(str(p.dtype).removeprefix("torch.") for p in self.pointers)
         constants = ", ".join(map(str, self.constants))
         return f"{self.name}({types}; {', '.join(map(str, self.specialized))}; {constants})"
+
+
+@dataclass(eq=False)
+class PluginJob:
+    """One launch of a plugin's ``@triton.jit`` function, as its launcher wrote it.
+
+    Attributes:
+        module: Where the function is imported from.
+        name: Its qualified name there.
+        given: Arguments by name; a `Pointer` for each tensor.
+        constants: Names of the ``tl.constexpr`` arguments.
+        options: Such as ``num_warps``.
+        resources: What the compiled kernel takes, after `compile`.
+    """
+
+    module: str
+    name: str
+    given: dict[str, Any]
+    constants: frozenset[str]
+    options: dict[str, Any]
+    resources: str = field(default="", init=False)
+
+    @classmethod
+    def of(
+        cls, function: Any, device: Device, arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> PluginJob:
+        """The job of a launch on meta tensors."""
+        names = [parameter.name for parameter in function.params]
+        given = dict(zip(names, arguments, strict=False)) | named
+        options = {name: given.pop(name) for name in set(given) - set(names)}
+        for name, value in given.items():
+            if isinstance(value, Tensor):
+                given[name] = Pointer.of(value, device)
+        constants = frozenset(p.name for p in function.params if p.is_constexpr)
+        return cls(function.fn.__module__, function.fn.__qualname__, given, constants, options)
+
+    @functools.cached_property
+    def key(self) -> Hashable:
+        """Integers as Triton distinguishes them, other arguments as it writes them."""
+        words = (
+            (name, (_width(value), value == 1, value % 16 == 0))
+            if type(value) is int and name not in self.constants
+            else (name, repr(value))
+            for name, value in sorted(self.given.items())
+        )
+        return self.module, self.name, *words, repr(sorted(self.options.items()))
+
+    def compile(self, device: Device) -> bool:
+        """Compile into Triton's cache on disk, unless it is there; as `TritonJob.compile`."""
+        function = _function(self.module, self.name)
+        while hasattr(function, "configs") or hasattr(function, "values"):
+            function = function.fn  # of triton.autotune and triton.heuristics
+        with _compiling_for(device) as hits:
+            compiled = function.warmup(grid=(1,), **self.given, **self.options)
+        self.resources = _resources(compiled)
+        return all(hits)
+
+    def __str__(self) -> str:
+        types = ", ".join(
+            str(x.dtype).removeprefix("torch.")
+            for x in self.given.values()
+            if isinstance(x, Pointer)
+        )
+        constants = {name: self.given[name] for name in self.given if name in self.constants}
+        words = ", ".join(f"{name}={x}" for name, x in (constants | self.options).items())
+        return f"{self.name}({types}; {words})"
+
+
+@contextmanager
+def recording_plugins(recording: Recording) -> Iterator[None]:
+    """Launches of ``@triton.jit`` functions inside add jobs instead; of autotuned ones, each form.
+
+    For processes that launch nothing meanwhile.
+    """
+    from triton.runtime.autotuner import Autotuner
+    from triton.runtime.jit import JITFunction
+
+    def add(function: Any, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> None:
+        recording.add(PluginJob.of(function, recording.device, arguments, named))
+
+    def add_each(tuner: Any, *arguments: Any, **named: Any) -> None:
+        for config in tuner.configs:
+            tuner.fn.run(*arguments, **named, **config.all_kwargs())
+
+    before = JITFunction.run, Autotuner.run
+    JITFunction.run, Autotuner.run = add, add_each
+    try:
+        yield
+    finally:
+        JITFunction.run, Autotuner.run = before
+
+
+def _function(module: str, name: str) -> Any:
+    return functools.reduce(getattr, name.split("."), importlib.import_module(module))
+
+
+def _resources(compiled: Any) -> str:
+    """Registers, spills and memory of a compiled kernel, such as "registers 128, shared 49152"."""
+    if "amdgcn" in compiled.asm:
+        text = compiled.asm["amdgcn"]
+        taken = {
+            "vector registers": ".vgpr_count", "scalar registers": ".sgpr_count",
+            "spilled vector registers": ".vgpr_spill_count",
+            "spilled scalar registers": ".sgpr_spill_count",
+            "bytes of scratch memory": ".private_segment_fixed_size",
+        }  # fmt: skip
+        found = {words: rf"\{name}:\s+(\d+)" for words, name in taken.items()}
+    else:
+        import triton
+
+        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(compiled.asm["cubin"])
+            file.flush()
+            command = [str(tool), "--dump-resource-usage", file.name]
+            try:
+                text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            except (OSError, subprocess.CalledProcessError):  # not every Triton brings it
+                text = ""
+        # ptxas spills to the stack.
+        found = {"registers": r"REG:(\d+)", "bytes of stack": r"STACK:(\d+)",
+                 "bytes of local memory": r"LOCAL:(\d+)"}  # fmt: skip
+    counts = {words: re.search(pattern, text) for words, pattern in found.items()}
+    told = [f"{count[1]} {words}" for words, count in counts.items() if count is not None]
+    return ", ".join([*told, f"{compiled.metadata.shared} bytes of shared memory"])
 
 
 def _width(value: int) -> int:

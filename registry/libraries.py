@@ -128,12 +128,14 @@ class Trial:
         kernels: What is wrong with kernels of it, by name, where it works but for them.
         right: How many of its kernels were launched and right.
         idle: Why the others took none of the problems, by name.
+        sizes: Of kernels of a plugin that were right, up to which sizes, as words by name.
     """
 
     why: str = ""
     kernels: Mapping[str, str] = field(default_factory=dict)
     right: int = 0
     idle: Mapping[str, str] = field(default_factory=dict)
+    sizes: Mapping[str, str] = field(default_factory=dict)
 
 
 LIBRARIES: dict[str, Library] = {}  # of adapters
@@ -320,9 +322,12 @@ def _file_beside(_cache: str | None) -> Path:
     return cache_folder().with_name("trials.json")
 
 
-def trial_of(library: Library, device: Device) -> Trial | None:
-    """How it ended when what is installed was tried on a device like this; None: never."""
-    key = _key(library, device)
+def trial_of(library: Library, device: Device, interpreted: bool | None = None) -> Trial | None:
+    """How it ended when what is installed was tried on a device like this; None: never.
+
+    In Triton's interpreter or not; None: as this process runs.
+    """
+    key = _key(library, device, interpreted)
     path = trials_file()
     return _unkept.get(key) or _trials(path, _changed(path)).get(key)
 
@@ -352,7 +357,7 @@ def keep_trial(library: Library, device: Device, trial: Trial) -> None:
         entries = _read(path)
         entries[key] = {
             "why": trial.why, "kernels": dict(trial.kernels), "right": trial.right,
-            "idle": dict(trial.idle),
+            "idle": dict(trial.idle), "sizes": dict(trial.sizes),
         }  # fmt: skip
         unfinished = path.with_suffix(".unfinished")
         unfinished.write_text(json.dumps({"version": 1, "trials": entries}, indent=1))
@@ -406,12 +411,13 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _is_entry(entry: Any) -> bool:
-    if not isinstance(entry, dict) or set(entry) | {"idle"} != {"why", "kernels", "right", "idle"}:
-        return False  # before idle kernels were named there was no such key
-    kernels, idle, right = entry["kernels"], entry.get("idle", {}), entry["right"]
-    if not isinstance(kernels, dict) or not isinstance(idle, dict) or type(right) is not int:
+    known, later = {"why", "kernels", "right"}, {"idle", "sizes"}  # earlier trials lack the latter
+    if not isinstance(entry, dict) or set(entry) | later != known | later:
+        return False
+    by_name = [entry["kernels"], *(entry.get(name, {}) for name in later)]
+    if not all(isinstance(words, dict) for words in by_name) or type(entry["right"]) is not int:
         return False
     return all(
         isinstance(word, str) and len(word) <= LONGEST_WHY
-        for word in (entry["why"], *kernels, *kernels.values(), *idle, *idle.values())
+        for word in (entry["why"], *(x for words in by_name for x in (*words, *words.values())))
     )

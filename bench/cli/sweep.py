@@ -147,6 +147,7 @@ def sweep(
     from lokakern.bench.cli.fit import write_model
     from lokakern.bench.report import library_smoke
     from lokakern.bench.report.summary import summary_rows
+    from lokakern.build.prebuild import load_interpreted
     from lokakern.device import current_device
     from lokakern.registry.register import load_tried
     from lokakern.registry.snapshot.loading import SweepDatabase
@@ -185,7 +186,9 @@ def sweep(
         if ranks.world > 1 and prebuild:
             raise typer.BadParameter("goes without torchrun: one process compiles on all cores",
                                      param_hint="--prebuild")  # fmt: skip
-        if not prebuild:
+        if prebuild:
+            load_interpreted()
+        else:
             ranks.once("trials", lambda: library_smoke.try_all(library_smoke.untried(device), say))
             load_tried()  # kernels that another rank tried
         if shape or problem or from_misses:
@@ -379,7 +382,9 @@ def _why_none(cases: Sequence[Case], device: Device, words: Sequence[str]) -> st
 
     for word in words:
         plugin = libraries.plugins().get(word.partition(".")[0])
-        why = None if plugin is None else libraries.why_not_tried(plugin, current_device())
+        if plugin is None or any(kernel.library == plugin.name for kernel in KERNELS.values()):
+            continue
+        why = libraries.why_not_tried(plugin, current_device())
         if why is not None:
             if device != current_device():  # no interpreter compiles
                 why = why.replace(f": {libraries.INTERPRET}", f": try it on {device}")
@@ -450,9 +455,11 @@ def _prebuild(
         problems = [case.problem for case in cases]
         if has_errors:
             problems += [launched_for_errors(problem, device) for problem in problems]
-        built = prebuild(problems, device, tuple(kernels), progress=progress)
+        built = prebuild(problems, device, tuple(kernels), progress=progress, plugins=True)
     say(f"{built.compiled} kernels compiled for {device.product} and {built.already_there} "
         f"there already, in {built.seconds:.0f} s")  # fmt: skip
+    for job, resources in sorted(built.resources.items()):
+        say(f"{job}: {resources}")
     for broken in built.failures:
         say(f"not compiled: {broken.job}: {broken.reason}")
     if built.failures:

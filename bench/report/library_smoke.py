@@ -32,7 +32,7 @@ from lokakern.registry.libraries import LIBRARIES, LONGEST_WHY, Library, Trial
 from lokakern.registry.register import KERNELS, Kernel
 from lokakern.sweep.parent import end_with
 from lokakern.triton_interpreter import is_interpreted
-from lokakern.types import Device, Format, Granularity, Layout, Operand, Rejected
+from lokakern.types import Device, Format, Granularity, Layout, Operand, Problem, Rejected
 
 if TYPE_CHECKING:
     from lokakern.workloads.distributions import LearnedDistribution
@@ -46,10 +46,14 @@ MOST_PROCESSES = 16  # crashed processes per library
 LONGEST_WORD = 8192  # bytes
 UNTRIED = ("untried", "changed, untried")
 FAULTY = ("broken", "partly")
-RIGHT, IDLE = "right", "idle: "  # outcomes of a kernel; others are faults. IDLE and the reason
+# Outcomes of a kernel begin with these; others are faults. Sizes or the reason follow.
+RIGHT, IDLE = "right", "idle: "
 # A kernel runs the first supported one: one tile of most kernels, a usual layer, long sums.
 SHAPES = ((256, 256, 256), (64, 64, 128), (2048, 512, 512), (128, 128, 8192))
 TAILS = (67, 90, 200)  # of plugins: whoever writes one has no other test
+# Also of plugins, each alone: sums past any block of k, and more tiles of rows than a group has.
+LARGE = ((35, 40, 4100), (2100, 24, 40))
+LARGE_ROWS = ((3, 5000), (520, 40))  # of quantizers; interpreted, a program takes 2 to 5 ms
 BACKWARD = (2048, 512, 256)  # for gradients and batches, if a kernel supports none of those
 NO_GPU = "0 active drivers"  # says Triton without one
 EPILOGUES = ("bias+layer+affine", "block_rms(64)+hardswish")
@@ -98,7 +102,8 @@ def state_of(library: Library, device: Device) -> tuple[str, str]:
     if trial.right:
         why += f"{trial.right} of its kernels {'was' if trial.right == 1 else 'were'} right"
         if library.is_plugin and len(faultless) == trial.right:
-            why += f": {', '.join(faultless)}"
+            told = [f"{name}{trial.sizes.get(name, '')}" for name in faultless]
+            why += f": {', '.join(told)}"
     else:
         why += f"no kernel of it takes what it was tried with on {device}"
     if library.is_plugin:  # whose author can change it
@@ -159,9 +164,11 @@ def _try(library: Library, patience_s: float, say: Say) -> Trial:
         if not end.at:
             idle = {name: why.removeprefix(IDLE) for name, why in kernels.items()
                     if why.startswith(IDLE)}  # fmt: skip
+            sizes = {name: why.removeprefix(RIGHT) for name, why in kernels.items()
+                     if why.startswith(RIGHT)}  # fmt: skip
             faults = {name: why for name, why in kernels.items()
-                      if why != RIGHT and name not in idle}  # fmt: skip
-            return Trial(end.why, faults, list(kernels.values()).count(RIGHT), idle)
+                      if name not in idle and name not in sizes}  # fmt: skip
+            return Trial(end.why, faults, len(sizes), idle, sizes)
         kernels[end.at] = end.why
     return Trial(f"ended {MOST_PROCESSES} processes; the last one: {end.why}"[:LONGEST_WHY])
 
@@ -319,7 +326,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _outcome_of(kernel: Kernel, say: Say) -> str:
-    """The fault of a kernel, `RIGHT`, or `IDLE` and why it supports none of the problems.
+    """The fault of a kernel, `RIGHT` and its sizes, or `IDLE` and why it supports no problem.
 
     Args:
         kernel: The kernel.
@@ -352,20 +359,25 @@ def _outcome_of(kernel: Kernel, say: Say) -> str:
         )
         cases.append(Case(problem, "X1"))
     tails: list[Case] = []
+    large: list[list[Case]] = []
     edges: tuple[LearnedDistribution, ...] = ()
     is_plugin = libraries.named(kernel.library).is_plugin
     if is_plugin:
         if kernel.op in EDGED:
             edges = (EDGE_ROWS, ONLY_ZEROS, ONLY_TINY) if kernel.op in QUANTIZERS else (EDGE_ROWS,)
         tails += shape_cases([TAILS, (TAILS[0], TAILS[2])], fp8)
+        shapes = LARGE_ROWS if kernel.op in QUANTIZERS else LARGE
+        large = [[*shape_cases([shape], fp8)] for shape in shapes]
         if kernel.op == "scaled_gemm":  # with the scales that it declares, and a bias
             operands = {"a": Operand(fp8, kernel.granularity),
                         "b": Operand(fp8, kernel.b_granularity, Layout.COLUMN)}  # fmt: skip
             cases[:0] = [Case.of(kernel.op, shape, "X1", **operands) for shape in SHAPES]
             tails = [Case.of(kernel.op, TAILS, "X1", **operands, epilogue=epilogue)
                      for epilogue in ("bias", "none")]  # fmt: skip
+            large = [[Case.of(kernel.op, shape, "X1", **operands)] for shape in LARGE]
     outcome = idle = ""
     last: Case | None = None  # with the fewest elements, and a bias, of those that it supports
+    right: list[Problem] = []
     for some in (cases, tails):
         for case in some:
             fault, rejected = _fault_or_rejection(case, kernel, device, say)
@@ -373,6 +385,7 @@ def _outcome_of(kernel: Kernel, say: Say) -> str:
                 return fault
             if not rejected:
                 outcome, last = RIGHT, case
+                right.append(case.problem)
                 break
             if case.problem.op == kernel.op and not idle:
                 idle = f"{IDLE}{rejected} ({case.problem})"
@@ -383,7 +396,17 @@ def _outcome_of(kernel: Kernel, say: Say) -> str:
             fault, _ = _fault_or_rejection(case, kernel, device, say, moved)
             if fault:
                 return fault
-    return outcome
+    for some in large:
+        for case in some:
+            fault, rejected = _fault_or_rejection(case, kernel, device, say)
+            if fault:
+                return fault
+            if not rejected:
+                right.append(case.problem)
+                break
+    sizes = {axis: max(getattr(problem, axis) for problem in right) for axis in "mnk"}
+    words = ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
+    return f"{outcome} (to {words})"
 
 
 def _fault_or_rejection(
@@ -432,9 +455,10 @@ def _fault_at(case: Case, kernel: Kernel, device: Device, say: Say, moved: str =
         rows = "columns" if moved == "b" else "rows"
         named += f" {'without' if tight else 'with'} gaps between {rows} of {moved}"
     say(named)
-    if device.is_gpu and not moved:
+    is_timed = device.is_gpu and not moved
+    if is_timed:
         (record,) = time_case(case, [kernel], device, default_regime(device))
-    else:
+    if not is_timed or (record.status == "ok" and libraries.named(kernel.library).is_plugin):
         record = check_case(case, kernel, device, moved=moved)
     if record.status == "ok":
         return ""

@@ -41,12 +41,14 @@ class BuildReport:
         compiled: Number of jobs compiled now.
         already_there: Number of jobs found in a cache on disk.
         failures: The other jobs; a failure does not stop a build.
+        resources: What compiled kernels take, by job, of those that tell it.
         seconds: Wall time, including the start of the processes.
     """
 
     compiled: int = 0
     already_there: int = 0
     failures: list[Failure] = field(default_factory=list)
+    resources: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
 
     def __str__(self) -> str:
@@ -200,6 +202,8 @@ class _Build:
 
     def tally(self, job: Job, word: str, reason: str) -> None:
         with self.lock:
+            if word in ("compiled", "there") and reason:
+                self.report.resources[str(job)] = reason
             if word == "compiled":
                 self.report.compiled += 1
             elif word == "there":
@@ -224,8 +228,9 @@ def _work(descriptor: int) -> None:
         while True:
             payload = connection.recv_bytes()
             try:
-                there = pickle.loads(payload).compile(device)
-                answer = ("there" if there else "compiled", "")
+                job = pickle.loads(payload)
+                there = job.compile(device)
+                answer = ("there" if there else "compiled", getattr(job, "resources", ""))
             except Exception as error:  # compilers may raise anything
                 answer = ("failed", reason_of(error))
             connection.send(answer)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.util
 import itertools
 import os
 from bisect import bisect_right
@@ -27,9 +28,18 @@ from lokakern.errors import DeviceError, ShapeError, UnsupportedError
 from lokakern.jit import Job, record
 from lokakern.problems import make_problem
 from lokakern.progress import Progress
-from lokakern.registry.register import KERNELS, Kernel, fp8_format, kernels_for, load_kernels
+from lokakern.registry import libraries
+from lokakern.registry.register import (
+    KERNELS,
+    Kernel,
+    fp8_format,
+    import_plugin,
+    kernels_for,
+    load_kernels,
+)
 from lokakern.selection import dispatcher
 from lokakern.selection.arguments import budget_of
+from lokakern.triton_job import recording_plugins
 from lokakern.types import Device, ErrorBudget, Layout, Problem, Rejected
 
 _META = torch.device("meta")
@@ -95,6 +105,7 @@ def prebuild(
     progress: Progress | None = None,
     *,
     again: bool = True,
+    plugins: bool = False,
 ) -> BuildReport:
     """Compile every kernel that a sweep of these problems launches on a device.
 
@@ -107,8 +118,13 @@ def prebuild(
         workers: Number of processes; None means one for each CPU core of this process.
         progress: Receives the progress.
         again: Record again even if the same was built before and the caches are unchanged.
+        plugins: Compile kernels of plugins, too, those tried in Triton's interpreter included.
+            Their launchers are called here on tensors without memory, which may end a process that
+            holds a GPU: for processes that launch nothing.
     """
     load_kernels()
+    if plugins:
+        load_interpreted()
     named = [k for _, k in sorted(KERNELS.items())
              if not only or any(word in k.name for word in only)]  # fmt: skip
     asked = list(dict.fromkeys(problems))
@@ -117,10 +133,19 @@ def prebuild(
     before = _read_mark(mark)
     if not again and names <= before:
         return BuildReport()
-    report = build(jobs_for(asked, device, named), device, workers, progress)
+    jobs = jobs_for(asked, device, named, plugins=plugins)
+    report = build(jobs, device, workers, progress)
     if not report.failures:
         _write_mark(mark, before | names)
     return report
+
+
+def load_interpreted() -> None:
+    """Import plugins that were right in Triton's interpreter, to compile their kernels."""
+    for plugin in libraries.plugins().values():
+        trial = libraries.trial_of(plugin, current_device(), interpreted=True)
+        if trial is not None and not trial.why:
+            import_plugin(plugin)
 
 
 def _mark_of(device: Device, kernels: Iterable[Kernel]) -> Path:
@@ -165,7 +190,11 @@ def _write_mark(mark: Path, problems: set[str]) -> None:
 
 
 def jobs_for(
-    problems: Iterable[Problem], device: Device, kernels: Iterable[Kernel] | None = None
+    problems: Iterable[Problem],
+    device: Device,
+    kernels: Iterable[Kernel] | None = None,
+    *,
+    plugins: bool = False,
 ) -> list[Job]:
     """The compilations of problems on a device, each once.
 
@@ -173,6 +202,7 @@ def jobs_for(
         problems: Problems of any ops.
         device: The GPU type; it need not be present.
         kernels: Kernels of any ops; None means all registered ones.
+        plugins: Whether launchers of plugins are recorded, see `prebuild`.
 
     Returns:
         Jobs for `build`. A kernel that cannot be recorded leaves a job that fails with the reason.
@@ -184,7 +214,7 @@ def jobs_for(
         for kernel in (kernels_for(problem.op, device) if given is None else given)
         if not isinstance(kernel.supports(problem, device), Rejected)
     ]
-    return _record(pairs, device)
+    return _record(pairs, device, plugins)
 
 
 def gpu_named(device: Device | str | None) -> Device:
@@ -222,9 +252,17 @@ def _chosen(
             yield KERNELS[name], replace(problem, m=m)
 
 
-def _record(pairs: Iterable[tuple[Kernel, Problem]], device: Device) -> list[Job]:
-    with record(device) as recording, _OutputsOnly():  # type: ignore[no-untyped-call]
-        for kernel, problem in itertools.chain.from_iterable(_own(*pair, device) for pair in pairs):
+def _record(
+    pairs: Iterable[tuple[Kernel, Problem]], device: Device, plugins: bool = False
+) -> list[Job]:
+    with contextlib.ExitStack() as stack:
+        recording = stack.enter_context(record(device))
+        stack.enter_context(_OutputsOnly())  # type: ignore[no-untyped-call]
+        if plugins and importlib.util.find_spec("triton") is not None:
+            stack.enter_context(recording_plugins(recording))
+        for kernel, problem in itertools.chain.from_iterable(
+            _own(*pair, device, plugins) for pair in pairs
+        ):
             if not _compiles(kernel) or not problem.m:  # an empty output launches nothing
                 continue
             try:
@@ -235,12 +273,15 @@ def _record(pairs: Iterable[tuple[Kernel, Problem]], device: Device) -> list[Job
         return list(recording.jobs.values())
 
 
-def _own(kernel: Kernel, problem: Problem, device: Device) -> Iterator[tuple[Kernel, Problem]]:
+def _own(
+    kernel: Kernel, problem: Problem, device: Device, plugins: bool
+) -> Iterator[tuple[Kernel, Problem]]:
     """The parts of a kernel that lokakern compiles: of a library's GEMM, its quantizers.
 
     Libraries compile by themselves and might crash when launched on meta tensors.
     """
-    if not kernel.libraries:
+    is_plugin = kernel.library in libraries.plugins()
+    if not kernel.libraries or (plugins and is_plugin):
         yield kernel, problem
         return
     quantizers = [KERNELS[name] for name in kernel.parts if KERNELS[name].op == "quantize"]

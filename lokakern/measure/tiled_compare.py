@@ -119,13 +119,23 @@ def compare_bytes(
     data: Tensor, scale: Tensor, exact_data: Tensor, exact_scale: Tensor | None
 ) -> str:
     """A description of the bytes that differ from the exact quantization, or ""."""
-    differ = int((data.view(torch.uint8) != exact_data.view(torch.uint8)).sum())
-    if exact_scale is None or differ:
-        return f"{differ} of {data.numel()} bytes differ from the exact quantization"
+    differ = data.view(torch.uint8) != exact_data.view(torch.uint8)
+    if exact_scale is None or differ.any():
+        return (f"{int(differ.sum())} of {data.numel()} bytes differ from the exact quantization"
+                f"{_first(differ, data, exact_data)}")  # fmt: skip
     bits = torch.uint8 if scale.element_size() == 1 else torch.int32
-    differ = int((scale.contiguous().view(bits) != exact_scale.contiguous().view(bits)).sum())
-    if differ:
-        return f"{differ} of {scale.numel()} scales differ from the exact quantization"
+    differ = scale.contiguous().view(bits) != exact_scale.contiguous().view(bits)
+    if differ.any():
+        return (f"{int(differ.sum())} of {scale.numel()} scales differ from the exact quantization"
+                f"{_first(differ, scale, exact_scale)}")  # fmt: skip
+    return ""
+
+
+def _first(differ: Tensor, found: Tensor, exact: Tensor) -> str:
+    """The first element that differs, and what it should be; "" if none does."""
+    for row, column in differ.nonzero()[:1].tolist():
+        got, expected = (float(x[row, column].view(found.dtype)) for x in (found, exact))
+        return f", the first at row {row}, column {column}: {got:.9g}, not {expected:.9g}"
     return ""
 
 

@@ -8,6 +8,7 @@ import torch
 
 from lokakern.device import current_device
 from lokakern.measure import timing
+from lokakern.measure.fences import fence
 from lokakern.measure.norm_operands import operands_of
 from lokakern.measure.operands import Operands
 from lokakern.measure.strides import move
@@ -126,6 +127,8 @@ def check_case(
 ) -> TimingRecord:
     """Launch a kernel twice on one set of operands and check its outputs, without times.
 
+    Nor may it write around outputs, or into gaps between rows of ``out``.
+
     The second launch finds a workspace that the first one left.
 
     Args:
@@ -149,13 +152,15 @@ def check_case(
         )
         if moved:
             move(operands, moved)
+        fences = fence(operands)
         fingerprint = operands.fingerprint()
         contender.calls = contender_of(operands, kernel).calls
         contender.run_all()
         if operands.fingerprint() != fingerprint:
             return TimingRecord(status="wrong", reason=OVERWRITES)
         write_again(operands, contender)
-        _, wrong = operands.check(kernel)
+        wrong = next(filter(None, (found.damage() for found in fences)), "")
+        wrong = wrong or operands.check(kernel)[1]
         if wrong:
             return TimingRecord(status="wrong", reason=wrong)
     return TimingRecord(status=contender.status, reason=contender.reason)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
+import re
 import runpy
 import signal
 import subprocess
@@ -32,6 +34,8 @@ from lokakern.kernels.adapters import deep_gemm, fbgemm
 from lokakern.nvrtc import Program
 from lokakern.problems import make_problem
 from lokakern.progress import Progress
+from lokakern.registry import libraries
+from lokakern.registry.libraries import Library, Package
 from lokakern.registry.register import (
     KERNELS,
     fp8_format,
@@ -337,6 +341,65 @@ def test_integers_that_triton_specializes_alike_are_one_job(
     report = build([job(512), job(38)], H200, 1)
     assert (report.compiled, report.already_there) == (0, 2)
     assert str(report).startswith("0 compiled, 2 already there, in ")
+
+
+# Plugins
+
+PLUGIN = """
+import triton
+import triton.language as tl
+from lokakern import register
+from lokakern.types import Granularity
+
+@triton.jit
+def whole(x, data, columns, row: tl.constexpr):
+    at = tl.program_id(0) * columns + tl.arange(0, row)
+    tl.store(data + at, tl.load(x + at).to(data.dtype.element_ty))
+
+tuned = triton.autotune([triton.Config({}, num_warps=n) for n in (1, 2)], key=[])(whole)
+
+@register("quantize", granularity=Granularity.ROW)
+def by_row(x, data, scale, workspace):
+    whole[len(x),](x, data, x.shape[1], row=512)
+    tuned[len(x),](x, data, x.shape[1], row=512)
+"""
+
+
+def test_a_plugin_that_was_tried_in_the_interpreter_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from lokakern.bench.cli.main import app
+
+    (tmp_path / "some_plugin.py").write_text(PLUGIN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    package = Package("pytest", "", ("some_plugin",))
+    plugin = Library(name="some", packages=(package,), is_plugin=True)
+    load_kernels()
+    monkeypatch.setattr(libraries, "plugins", lambda: {"some": plugin})
+    monkeypatch.setenv("LOKAKERN_CACHE", str(tmp_path / "cache" / "here"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    with monkeypatch.context() as interpreted:
+        interpreted.setenv("TRITON_INTERPRET", "1")
+        libraries.keep_trial(plugin, current_device(), libraries.Trial(right=1))
+
+    def build_one(jobs: list[Any], device: Device, *_: Any) -> BuildReport:
+        assert sorted(job.options.get("num_warps", 0) for job in jobs) == [0, 1, 2]
+        pickle.loads(pickle.dumps(jobs[0])).compile(device)
+        assert jobs[0].compile(device)  # it is there
+        return BuildReport(1, resources={str(jobs[0]): jobs[0].resources})
+
+    monkeypatch.setattr(prebuild, "build", build_one)
+    words = "sweep --prebuild --shape 256,512,512 --errors none --kernel some_plugin --device"
+    try:
+        for device, found in (
+            ("NVIDIA H200", r"\d+ registers, 0 bytes of stack, .*, 0 bytes of shared"),
+            ("AMD Instinct MI300X", r"\d+ vector registers, .* 0 spilled vector registers, .*"),
+        ):
+            app([*words.split(), device], standalone_mode=False)
+            kernel = r"whole\(bfloat16, float8_e4m3fn(uz)?; row=512\): "
+            assert re.search(kernel + found, capsys.readouterr().err)
+    finally:
+        del KERNELS["some_plugin.by_row"]
 
 
 # Failing
@@ -680,7 +743,7 @@ def test_without_bindings_the_command_says_so_once(
     (line,) = capsys.readouterr().err.splitlines()
     assert "CUDA kernels need cuda-bindings" in line and "pip install" in line
     assert line.endswith("or choose others, as by --kernel triton")
-    monkeypatch.setattr("lokakern.build.prebuild.jobs_for", lambda *_: [])
+    monkeypatch.setattr("lokakern.build.prebuild.jobs_for", lambda *_, **_options: [])
     with pytest.raises(SystemExit) as ended:
         app([*words, "--kernel", "triton"])
     assert not ended.value.code

@@ -27,7 +27,13 @@ from lokakern.measure.operand_cache import (
     prefetch_and_wait,
 )
 from lokakern.measure.operands import Operands
-from lokakern.measure.tiled_compare import Piece, pieces_of, pieces_to_check, product_of_piece
+from lokakern.measure.tiled_compare import (
+    Piece,
+    compare_bytes,
+    pieces_of,
+    pieces_to_check,
+    product_of_piece,
+)
 from lokakern.measure.time_problem import contender_of
 from lokakern.problems import make_problem
 from lokakern.registry.register import KERNELS, Kernel, load_kernels
@@ -615,3 +621,14 @@ def test_a_delayed_quantizer_must_update_amax(name: str) -> None:
             made.poison()
             call()
         assert made.check(one)[1].startswith(words) and bool(made.check(one)[1]) is bool(words)
+
+
+def test_the_first_wrong_byte_of_a_quantizer_is_told() -> None:
+    exact = torch.ones(3, 7).to(torch.float8_e4m3fn)
+    found, scale = exact.clone(), torch.ones(3, 1)
+    found[1, 5] = found[2, 0] = -3.5
+    words = "2 of 21 bytes differ from the exact quantization, the first at row 1, column 5: -3.5"
+    assert compare_bytes(found, scale, exact.view(torch.uint8), scale) == f"{words}, not 1"
+    scale[2] = 0.1
+    words = "1 of 3 scales differ from the exact quantization, the first at row 2, column 0"
+    assert compare_bytes(exact, scale, exact, torch.ones(3, 1)) == f"{words}: 0.100000001, not 1"

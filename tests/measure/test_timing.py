@@ -522,7 +522,7 @@ def test_incorrect_outputs_are_found(problem: Problem, spoil: Callable[..., None
 )
 def test_incorrect_scales_are_found(problem: Problem, spoil: Callable[..., None]) -> None:
     error, wrong = checked(problem, spoiled(problem, spoil))
-    assert wrong.endswith("scales differ from the exact quantization")
+    assert "scales differ from the exact quantization, the first at row " in wrong
     assert error == math.inf
 
 

@@ -98,7 +98,10 @@ def test_written_packages_pass_their_trial_on_a_cpu_as_they_are(run: Run, tmp_pa
         run("-m", "lokakern.bench", "new-kernel", name, "--op", op)
         run(*PIP, f"./{name}")
     found = listed(run, "libraries", "library")
-    for name, kernel in (("acme", "scaled_gemm_row"), ("other", "quantize_row")):
+    for name, kernel in (
+        ("acme", "scaled_gemm_row (to m=2100, n=256, k=4100)"),
+        ("other", "quantize_row (to m=520, k=5000)"),
+    ):
         words = f"tried: it imports, and 1 of its kernels was right: {name}_kernels.{kernel}"
         assert found[name]["why"] == words
         assert (found[name]["state"], found[name]["kernels"]) == ("usable", 1)

@@ -1,0 +1,73 @@
+"""Fences around the outputs of a launch, for trials: memory that a kernel must leave alone."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lokakern.build.empty_operands import OPERANDS
+from lokakern.measure.operands import Operands
+
+PATTERN = 0x5A  # every byte of a fence; 1.5e16 in bfloat16 and float32
+MARGIN_ROWS = 128  # before the first and behind the last row: a tile of most kernels
+ALIGNMENT = 512  # elements; begins of outputs stay aligned
+
+
+class Fence(NamedTuple):
+    """An output in a larger buffer; ``may_write`` are the elements of the buffer that are its."""
+
+    name: str
+    out: Tensor
+    buffer: Tensor
+    may_write: Tensor
+
+    def damage(self) -> str:
+        """What was written outside of the output, or ""."""
+        width = self.buffer.element_size()
+        changed = (self.buffer.view(torch.uint8).view(-1, width) != PATTERN).any(dim=1)
+        places = (changed & ~self.may_write).nonzero()
+        if not len(places):
+            return ""
+        at = int(places[0]) - int(self.out.storage_offset())
+        *_, down, across = (1, *self.out.stride())
+        row, column = divmod(at, down) if down >= across else reversed(divmod(at, across))
+        return (f"writes {len(places)} elements outside of {self.name} {[*self.out.shape]}, the "
+                f"first at row {row}, column {column}")  # fmt: skip
+
+
+def fence(operands: Operands) -> list[Fence]:
+    """Move the outputs of every set into larger buffers; those in parts stay.
+
+    Gaps between rows of FP8 data and of scales are lokakern's own and may be written; those of
+    other outputs are a caller's.
+    """
+    names = OPERANDS[operands.problem.op]
+    fences = []
+    for number, given in enumerate(operands.sets):
+        written = {id(out) for out in operands.outputs(given)}
+        moved = list(given)
+        for place, operand in enumerate(given):
+            if isinstance(operand, Tensor) and id(operand) in written:
+                found = _fenced(names[place], operand)
+                moved[place] = found.out
+                fences.append(found)
+        operands.sets[number] = tuple(moved)
+    return fences
+
+
+def _fenced(name: str, out: Tensor) -> Fence:
+    stride = max(out.stride())
+    margin = -(-MARGIN_ROWS * stride // ALIGNMENT) * ALIGNMENT
+    span = max(size * step for size, step in zip(out.shape, out.stride(), strict=True))
+    buffer = out.new_empty(margin + span + margin)
+    buffer.view(torch.uint8).fill_(PATTERN)
+    inside = buffer.as_strided(out.shape, out.stride(), margin)
+    inside.copy_(out)
+    may_write = torch.zeros(len(buffer), dtype=torch.bool, device=out.device)
+    if "data" in name or "scale" in name:
+        may_write[margin : margin + span] = True
+    else:
+        may_write.as_strided(out.shape, out.stride(), margin).fill_(True)
+    return Fence(name, inside, buffer, may_write)
