@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lokakern
 from lokakern.errors import LaunchError
+from lokakern.functional import checks
 from lokakern.native import NATIVE, replay
 from lokakern.nn import linear
 from lokakern.nn.linear import Linear
@@ -183,6 +184,7 @@ def test_a_class_may_have_a_weight_of_its_own(calls: list[bool]) -> None:
 
 
 def test_dtypes_without_a_kernel_are_told_at_any_m(calls: list[bool]) -> None:
+    checks.warn_once.cache_clear()
     layer = layer_of(ROUTES, dtype=torch.float32)
     with pytest.raises(RuntimeError), pytest.warns(match="run the model under torch.autocast"):
         layer(rows(8))
