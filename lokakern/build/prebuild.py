@@ -274,7 +274,7 @@ def _record(
 
 
 def _own(
-    kernel: Kernel, problem: Problem, device: Device, plugins: bool
+    kernel: Kernel, problem: Problem, device: Device, plugins: bool = False
 ) -> Iterator[tuple[Kernel, Problem]]:
     """The parts of a kernel that lokakern compiles: of a library's GEMM, its quantizers.
 

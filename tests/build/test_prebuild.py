@@ -100,6 +100,7 @@ def test_jobs_of_every_triton_kernel_are_recorded(suite: str, device: Device) ->
 def test_only_the_quantizers_of_a_library_gemm_are_recorded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    load_kernels()
     for adapter in (fbgemm.operators, deep_gemm.library):
         monkeypatch.setattr(sys.modules[adapter.__module__], adapter.__name__, None)  # not called
     problem = make_problem("gemm", (256, 256, 256))
