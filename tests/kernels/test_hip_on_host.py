@@ -550,6 +550,7 @@ OUTPUTS = (Granularity.NONE, Granularity.ROW, Granularity.GROUP, Granularity.TEN
 GIVEN_SCALE = 0.005  # of a tensor: most of what is normalized saturates under it
 
 
+@pytest.mark.sample(every=3)  # 4 s each; both GPUs remain
 @pytest.mark.parametrize("gpu", FORMATS)
 @pytest.mark.parametrize("what", NORMED)
 def test_gemm_norm_is_correct(gpu: str, what: str, tmp_path: Path) -> None:
