@@ -425,10 +425,11 @@ def test_scales_are_applied_one_after_the_other(
 BROKEN = {
     "a barrier": ("        barrier();\n    };", "    };"),
     "the swizzle of reads": (
-        "stage[place_of(row, 4 * half + quarter)]", "stage[row * PARTS + 4 * half + quarter]"
+        "joined(stage[place_of(row, quarter)], stage[place_of(row, 4 + quarter)])",
+        "joined(stage[row * PARTS + quarter], stage[row * PARTS + 4 + quarter])",
     ),
-    "the mask of a tail": ("const int left = count - 16 * part - 4 * i;", "const int left = 4;"),
-    "the last row": ("(count - 1u) * stride", "count * stride"),
+    "the mask of a tail": ("const int left = count - 4 * i;", "const int left = 4;"),
+    "the last row": ("copies_(data, (count - 1u) * stride", "copies_(data, count * stride"),
     "a scale": ("sums[i][j] * of_rows[i] * of_columns[j]", "sums[i][j] * of_rows[i]"),
     "a power of two": ("of_b[j], of_a[i]);", "of_b[j], ONE_E8M0);"),
     "a power past k": (
