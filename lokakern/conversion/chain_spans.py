@@ -24,7 +24,7 @@ from lokakern.conversion.chains import PlannedChain, SpanPlan, plan_span, takes
 from lokakern.conversion.routes import Route
 from lokakern.nn.block_rms_norm import BlockRMSNorm
 from lokakern.nn.joined import ACTIVATIONS
-from lokakern.nn.linear import Linear
+from lokakern.nn.linear import LINEARS, Linear
 from lokakern.nn.linear_norm_act import LinearNormAct
 from lokakern.nn.static_handoff import BoundedSequential, is_affordable, passes_on
 from lokakern.norm import NO_NORM, Norm, norm_named
@@ -189,7 +189,7 @@ def _norm_of(module: nn.Module, columns: int) -> Norm | None:
 def is_usable(linear: Linear) -> bool:
     """Whether a layer multiplies by its whole weight, in bfloat16, and nothing else."""
     is_whole = linear.padding == (0, 0) and not linear.is_mixing
-    return type(linear) in (Linear, LinearNormAct) and is_whole and _are_bfloat16(linear)
+    return type(linear) in (*LINEARS, LinearNormAct) and is_whole and _are_bfloat16(linear)
 
 
 def _are_bfloat16(module: nn.Module) -> bool:

@@ -60,7 +60,7 @@ from lokakern.nn.crossed_forward import (
     set_crosses,
 )
 from lokakern.nn.joined import joined_between
-from lokakern.nn.linear import Linear, Routed
+from lokakern.nn.linear import Linear, Routed, is_linear
 from lokakern.nn.linear_norm_act import LinearNormAct
 from lokakern.nn.module_scan import (
     INNER,
@@ -560,7 +560,7 @@ class Conversion:
 
     def _tails_of(self, module: nn.Module) -> list[Tail]:
         """The layers with tails that a module calls, all without plans where tuning decided so."""
-        layer = next((x for x in children_of(module) if type(x) is Linear), None)
+        layer = next((x for x in children_of(module) if is_linear(x)), None)
         if not self._between or isinstance(self._wanted, Forced) or layer is None:
             return []
         has_relus, is_joined = self._rules_for(self._device_for(layer.weight))
@@ -655,9 +655,9 @@ class Conversion:
         some layers as chosen and as `nn.Linear`, in turn. Layers that are alike form a group. A
         group is kept if the interval of its gain in time is above 1. At the end the outcome is
         timed against no FP8 at all; if it does not gain, every product of the step is that of
-        `nn.Linear`, to the bit. ``step`` may be compiled: each variant is then compiled, which
-        takes most of the time. The outcome holds for other numbers of rows, too, where it was not
-        timed.
+        `nn.Linear`, to the bit. So is a product whose kernels are for other numbers of rows than
+        those of the step. ``step`` may be compiled: each variant is then compiled, which takes most
+        of the time. The outcome holds for other numbers of rows, too, where it was not timed.
 
         Tuning again starts from what `convert` or `refresh` chose.
 

@@ -27,7 +27,7 @@ from lokakern.conversion.routes import Route
 from lokakern.errors import UnsupportedError
 from lokakern.nn.cross_pattern import FoundCross, crosses_in
 from lokakern.nn.crossed_forward import Cross, graph_of
-from lokakern.nn.linear import Linear
+from lokakern.nn.linear import Linear, is_linear
 from lokakern.nn.module_scan import shape_of
 from lokakern.types import Device, NormForm
 
@@ -154,7 +154,7 @@ def _why_not(layer: nn.Module) -> str:
     assert isinstance(layer, nn.Linear)  # as the pattern has it
     if layer.out_features % COLUMNS:
         return f"n is {layer.out_features}; kernels of crosses take multiples of {COLUMNS}"
-    if type(layer) is not Linear or not is_usable(layer):
+    if not is_linear(layer) or not is_usable(layer):
         return "it is no plain converted layer in bfloat16"
     return "no kernel takes it"
 
@@ -163,7 +163,7 @@ def _layers_of(layers: list[nn.Module], device: Device) -> list[FoundLayer]:
     """The layers of a cross that kernels take; none if they do not take the last one."""
     found: list[FoundLayer] = []
     for place, linear in reversed(list(enumerate(layers))):
-        if not isinstance(linear, Linear) or type(linear) is not Linear or not is_usable(linear):
+        if not isinstance(linear, Linear) or not is_linear(linear) or not is_usable(linear):
             break
         last = "none" if found else "cross"
         form = NormForm(bias=linear.bias is not None, last=last)

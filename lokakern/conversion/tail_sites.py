@@ -11,11 +11,11 @@ from torch import nn
 from lokakern.errors import UnsupportedError
 from lokakern.nn.autocast import CAST
 from lokakern.nn.crossed_forward import children_of, crossed_of, graphs_of
-from lokakern.nn.linear import Linear
+from lokakern.nn.linear import LINEARS
 from lokakern.nn.tail import FoundTail, tails_in
 from lokakern.nn.traced_forward import looks_up
 
-_LAYERS = (nn.Linear, Linear)
+_LAYERS = (nn.Linear, *LINEARS)
 
 
 def found_tails(module: nn.Module) -> list[FoundTail]:

@@ -6,6 +6,9 @@ the best variant so far is timed against the same without the group, and the gro
 that is slower. Under torch.compile each variant is compiled once, which decides how many groups
 can be tried in the time limit; the rest is tried as one.
 
+Products whose kernels are for other rows than those of the step go, too: asking at each call takes
+a host that is busy 1 % longer (HSTU without graphs), which no gain pays for.
+
 A chain of layers is off if its layers run by their routes. Chains are tried first. While a chain is
 on, the products of its layers do not run, so that groups of such products alone are not tried. The
 relus that products apply (`lokakern.nn.rectified`), gradients behind layers in one op
@@ -46,6 +49,7 @@ from lokakern.conversion.variants import (
     applies_relus,
     as_plain,
     groups_of,
+    idle_products,
     observed_rows,
     refuse_ranks,
     start_again,
@@ -100,6 +104,8 @@ class Tuning:
         variants: Number of variants that were timed.
         is_timed_out: Whether groups were decided together, or not at all, for lack of time.
         file: What `save` writes.
+        idle: Products, as ``site/gemm``, whose kernels are for other numbers of rows than those of
+            the step; they multiply as `nn.Linear` now, at all.
     """
 
     groups: tuple[Tuned, ...]
@@ -109,6 +115,7 @@ class Tuning:
     variants: int
     is_timed_out: bool
     file: tuning_file.TuningFile
+    idle: tuple[str, ...] = ()
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -130,8 +137,9 @@ class Tuning:
     @property
     def summary(self) -> str:
         """The gain of a step before and after, in a few words."""
+        idle = f"; without kernels for other rows: {_words(self.idle)}" if self.idle else ""
         if self.before is None:
-            return "the step has no quantized product: there is nothing to tune"
+            return f"the step has no quantized product: there is nothing to tune{idle}"
         if self.after is None:
             now = "nothing is quantized in the step, which is nn.Linear's"
         else:
@@ -140,6 +148,7 @@ class Tuning:
             f"gain over nn.Linear: {self.before} before, {now}; {self.variants} variants in "
             f"{self.seconds:.0f} s"
             + (", too little to try each group alone" if self.is_timed_out else "")
+            + idle
         )
 
     def table(self, how: str = "table") -> None:
@@ -192,12 +201,13 @@ def tune(
             rows, trained = observed_rows(conversion, step)
             native.wait()  # warm calls become faster when it is there
             groups = groups_of(conversion, rows, trained)
+            idle = idle_products(conversion, rows, trained)
             switch = Switch(conversion, groups)
             timer = make_timer(step, switch, weight.device, graph)
             search = _Search(groups, timer, rounds, limit)
             with _many_variants():
                 off = search.run()
-                switch(off, search.reasons(off))
+                switch(off, search.reasons(off), idle)
                 if search.compiled():
                     # Other code may be compiled only a few times, so variants must not count.
                     torch._dynamo.reset()
@@ -209,7 +219,7 @@ def tune(
             raise
     progress.tell("tuning", 1.0)
     products = [groups[place] for place in off if groups[place].gemm in GEMMS]
-    dropped = {(name, group.gemm) for group in products for name in group.sites}
+    dropped = {(name, group.gemm) for group in products for name in group.sites} | idle.keys()
     off_chains = {sites for place in off for sites in groups[place].chains}
     has_relus = applies_relus(groups, off)
     after = search.after
@@ -223,7 +233,7 @@ def tune(
     tuned = tuple(search.outcome(place, off) for place in range(len(groups)))
     return Tuning(
         tuned, search.before, after, timer.now() - search.begun, len(search.variants),
-        search.is_timed_out, file,
+        search.is_timed_out, file, tuple(f"{name}/{gemm}" for name, gemm in idle),
     )  # fmt: skip
 
 

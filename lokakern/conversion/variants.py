@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 LAYOUT = "bf16, with another layout of the weight"
 RELU = "relu"
 OTHER_FORM = "bf16, in another form in compiled code"
+NONE_IDLE: Mapping[tuple[str, str], str] = {}
 Off = frozenset[int]  # places of groups
 Rows = Mapping[str, list[int]]  # rows of the inputs of each site
 
@@ -128,6 +129,27 @@ def groups_of(conversion: Conversion, rows: Rows, trained: set[str]) -> list[Gro
     return [*chains, *groups, *_relu_groups(conversion, rows)]
 
 
+def idle_products(
+    conversion: Conversion, rows: Rows, trained: set[str]
+) -> dict[tuple[str, str], str]:
+    """Site and gemm of products with kernels, none of which runs in the step, and why not.
+
+    Products that the step does not call are not among them.
+    """
+    return {
+        (name, route.gemm): f"no kernel runs at the rows of the step, {words_of_rows(rows[name])}"
+        for name, routes in conversion.untuned.items()
+        for place, route in enumerate(routes)
+        if rows.get(name) and (place == 0 or name in trained) and route.text
+        and not any(kernel_at(route.text, m) for m in rows[name])
+    }  # fmt: skip
+
+
+def words_of_rows(rows: Sequence[int]) -> str:
+    """Numbers of rows, the first few of many."""
+    return ", ".join(map(str, rows[:4])) + (f" and {len(rows) - 4} more" if rows[4:] else "")
+
+
 def _relu_groups(conversion: Conversion, rows: Rows) -> list[Group]:
     """Relus in products, gradients behind layers, and forms: one group, if the step has any."""
     found = {
@@ -214,9 +236,15 @@ class Switch:
         self._of_chains: dict[tuple[str, str], Tensor | None] = {}
         self._keep(conversion.sites)
 
-    def __call__(self, off: Variant, reasons: Mapping[int, str] | None = None) -> None:
+    def __call__(
+        self,
+        off: Variant,
+        reasons: Mapping[int, str] | None = None,
+        idle: Mapping[tuple[str, str], str] = NONE_IDLE,
+    ) -> None:
+        """Apply a variant; at the end with the reasons, and without products that are idle."""
         assert isinstance(off, frozenset)
-        dropped = dict(self._conversion.over_limit)
+        dropped = dict(idle) | self._conversion.over_limit
         off_chains = set(self._conversion.over_limit_chains)
         has_relus = applies_relus(self._groups, off)
         for place in off:

@@ -22,13 +22,13 @@ from torch.nn import functional
 from lokakern.errors import UnknownNameError, UnsupportedError
 from lokakern.mods.editor import Editor, Mod, site_of
 from lokakern.nn.adoption import resize
-from lokakern.nn.linear import Linear, Routed
+from lokakern.nn.linear import LINEARS, Routed
 from lokakern.nn.module_scan import Joined, inner_layers
 from lokakern.nn.token_mixing import mix_tokens
 from lokakern.nn.traced_forward import forward_of, traced, writes
 from lokakern.render.did_you_mean import did_you_mean
 
-_PLAIN = (nn.Linear, Linear)
+_PLAIN = (nn.Linear, *LINEARS)
 
 
 _Round = tuple[tuple[Tensor, ...], tuple[object, ...], dict[int, Tensor]]

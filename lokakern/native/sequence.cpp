@@ -71,7 +71,8 @@ struct Classes {
     const auto add = [&](const py::object& type, Kind kind) {
       if (is_own(type, "forward")) known.push_back({type, type.attr("forward"), kind});
     };
-    add(py::module_::import("lokakern.nn.linear").attr("Linear"), Kind::kConverted);
+    for (const auto* name : {"Linear", "PlainLinear"})
+      add(py::module_::import("lokakern.nn.linear").attr(name), Kind::kConverted);
     const std::pair<const char*, Kind> kinds[] = {
         {"Linear", Kind::kLinear},       {"ReLU", Kind::kRelu},
         {"LayerNorm", Kind::kLayerNorm}, {"BatchNorm1d", Kind::kBatchNorm},

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from lokakern.nn.attention import adopt_attention, release_attention
-from lokakern.nn.linear import PLAIN_ROUTES, Linear, Routed
+from lokakern.nn.linear import PLAIN_ROUTES, Linear, Routed, is_linear
 from lokakern.nn.linear_norm_act import LinearNormAct
 from lokakern.nn.raw_product import RawProduct
 
@@ -57,7 +57,7 @@ def release(layer: nn.Module) -> None:
     if isinstance(layer, RawProduct) and not layer._choices:
         layer.unregister()
         release_attention(layer.owner[0])
-    if type(layer) is not Linear or not layer._is_adopted:
+    if not is_linear(layer) or not layer._is_adopted:
         return
     is_needed = layer._choices or layer.padding != (0, 0) or layer.is_mixing
     if is_needed or layer._gathering is not None:

@@ -50,7 +50,7 @@ from lokakern.nn.chain_call import (
 from lokakern.nn.chain_plan import read_plan
 from lokakern.nn.cross_pattern import FoundCross, crosses_in
 from lokakern.nn.joined import joined_way
-from lokakern.nn.linear import Linear
+from lokakern.nn.linear import Linear, is_linear
 from lokakern.nn.raw_pattern import FoundProduct, products_in
 from lokakern.nn.raw_product import CHILD, products_of
 from lokakern.nn.rectified import traced_way
@@ -135,7 +135,7 @@ def _parts(layers: Sequence[nn.Module], words: Sequence[list[str]]) -> list[Part
         return []
     parts: list[Part] = []
     for layer, known in zip(layers, words, strict=True):
-        if type(layer) is not Linear:
+        if not is_linear(layer):
             return []
         part: Part = (layer, None, known[6])
         if not is_part(part, known):

@@ -19,7 +19,7 @@ from torch.nn.functional import hardswish, layer_norm, relu, rms_norm, silu
 
 from lokakern.nn.autocast import CAST, is_in_bfloat16
 from lokakern.nn.chain_call import has_own_call, is_usual
-from lokakern.nn.linear import ALTERED, Linear, fuse_quantizers
+from lokakern.nn.linear import ALTERED, Linear, fuse_quantizers, is_linear
 from lokakern.nn.norm_gradient import is_fast, takes
 from lokakern.nn.rectified import are_calls_plain, has_backward_hooks
 from lokakern.nn.routed_matmul import OPS
@@ -49,7 +49,7 @@ def joined_between(sequence: nn.Sequential) -> tuple[str, ...]:
     modules = list(sequence)
     found = [""] * len(modules)
     for place, layer in enumerate(modules):
-        if type(layer) is Linear:
+        if is_linear(layer):
             behind = modules[place + 1 : place + 3]
             norm = behind.pop(0) if behind and type(behind[0]) in NORMS else None
             activation = ACTIVATIONS.get(type(behind[0]), "none") if behind else "none"
@@ -134,7 +134,7 @@ def multiply_joined(
     layer, *behind = modules
     kind, activation, *_ = text.split()
     norm = behind[0] if kind != "none" else None
-    if type(layer) is not Linear or has_own_call(layer) or has_backward_hooks(layer):
+    if not is_linear(layer) or has_own_call(layer) or has_backward_hooks(layer):
         return None
     if activation != "none" and len(modules) == count_joined(text):
         last = behind[-1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, bfloat16, float16, is_grad_enabled, nn
@@ -41,6 +41,9 @@ from lokakern.nn.routed_matmul import (
 )
 from lokakern.nn.token_mixing import KINDS, mix_tokens, mixes, with_aligned_layout
 from lokakern.quantized_tensor import pitch_of
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 PLAIN_ROUTES = (PLAIN, PLAIN, PLAIN)
 _DERIVED = (
@@ -676,6 +679,13 @@ class Linear(nn.Linear, Routed):
         if form:
             prepare_to_be_compiled(form_at)
         self.form = form
+        self.changed()
+
+    def changed(self) -> None:
+        """See `Routed`; without a plan and a form, an `nn.Linear` becomes a `PlainLinear`."""
+        super().changed()
+        if self._is_adopted and is_linear(self):
+            self.__class__ = Linear if self._plan or self.form else PlainLinear
 
     def _altered(self, input: Tensor, input_scale: str) -> Tensor:
         """`forward` with padding, a held weight, or across tokens."""
@@ -849,3 +859,32 @@ class Linear(nn.Linear, Routed):
     def _padded(self) -> Tensor:
         k, n = self.padding
         return nn.functional.pad(self.weight, (0, k, 0, n))
+
+
+class PlainLinear(Linear):
+    """A `Linear` that multiplies as `nn.Linear` at every m: its `forward` asks nothing.
+
+    Each question takes the host about 1 us between the kernels of a model, where the memory that it
+    reads is cold: HSTU without graphs takes 1 % longer if its seven layers ask one each.
+    `Linear.changed` sets the class.
+    """
+
+    def forward(self, input: Tensor, input_scale: str = "") -> Tensor:
+        """As of `nn.Linear`; there is no product that reads a static scale."""
+        return linear(input, self.weight, self.bias)
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Give subclasses the forward of `Linear`: those of fully_shard stay with any routes."""
+        super().__init_subclass__(**options)
+        cls.forward = Linear.forward  # type: ignore[method-assign]
+
+    def _get_name(self) -> str:
+        return Linear.__name__
+
+
+LINEARS = (Linear, PlainLinear)
+
+
+def is_linear(layer: object) -> TypeIs[Linear]:
+    """Whether it is a `Linear` of no other class, with or without a plan."""
+    return type(layer) in LINEARS

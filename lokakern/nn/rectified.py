@@ -25,6 +25,7 @@ from lokakern.nn.linear import (
     Linear,
     _wants_gradients,
     fuse_quantizers,
+    is_linear,
 )
 from lokakern.nn.norm_gradient import is_fast
 from lokakern.nn.routed_matmul import (
@@ -67,7 +68,7 @@ def rectified_at(layer: nn.Module, readers: Sequence[nn.Module]) -> str:
         layer: A module.
         readers: Modules that read what the relu returns.
     """
-    if type(layer) is not Linear or not _is_usual(layer):
+    if not is_linear(layer) or not _is_usual(layer):
         return PLAIN
     then = [reader._routes[0] for reader in readers if isinstance(reader, Linear)]
     return route_between(*map(traced_route, (layer._routes[0], *then)))
@@ -115,7 +116,7 @@ def multiply_rectified(
         x: The input.
         route: See `rectified_between`.
     """
-    if type(layer) is not Linear or has_own_call(layer):
+    if not is_linear(layer) or has_own_call(layer):
         return None
     if relu is not None and (type(relu) is not ReLU or has_own_call(relu)):
         return None

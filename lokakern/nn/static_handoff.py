@@ -42,7 +42,7 @@ from lokakern.nn.chain_call import (
 )
 from lokakern.nn.chain_plan import read_plan
 from lokakern.nn.joined import ACTIVATIONS, count_joined, joined_way, multiply_joined
-from lokakern.nn.linear import Linear, described, quantizes
+from lokakern.nn.linear import LINEARS, Linear, described, is_linear, quantizes
 from lokakern.nn.linear_norm_act import LinearNormAct
 from lokakern.nn.rectified import ALWAYS, multiply_rectified, traced_way
 from lokakern.nn.routed_matmul import PLAIN, kernel_at, reads_rows
@@ -328,7 +328,7 @@ def _relus_at(known: str, m: int) -> str | None:
 
 def _drops_scale(module: Linear, m: int) -> bool:
     """Whether a layer at m multiplies as without a static scale, of which its product has none."""
-    is_own = type(module) is Linear or (type(module) is LinearNormAct and not module._chain)
+    is_own = (type(module) is LinearNormAct and not module._chain) or is_linear(module)
     return m >= 0 and is_own and not quantizes(module._plan, m)
 
 
@@ -409,7 +409,7 @@ def _parts_at(
         part: Part
         if type(layer) is LinearNormAct:
             part = (layer, layer.norm, layer.activation)
-        elif type(layer) is Linear:
+        elif is_linear(layer):
             has_norm, has_last = has_norm_and_activation(words)
             norm, activation = None, "none"
             if has_norm:
@@ -551,13 +551,13 @@ def activations_between(
         name = ACTIVATIONS.get(type(module))
         if not name or getattr(module, "inplace", False) or scales[place + 1]:
             continue
-        if type(reader) is Linear and _reads(reader) and reads_rows(reader._routes[0]):
+        if is_linear(reader) and _reads(reader) and reads_rows(reader._routes[0]):
             found[place] = name, reader
     return found
 
 
 def _reads(module: nn.Module) -> bool:
-    if not isinstance(module, Linear) or type(module) not in (Linear, LinearNormAct):
+    if not isinstance(module, Linear) or type(module) not in (*LINEARS, LinearNormAct):
         return False
     columns = module.in_features
     is_whole = module.padding == (0, 0) and pitch_of(columns) == columns

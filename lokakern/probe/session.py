@@ -16,7 +16,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lokakern.errors import ShapeError, UnknownNameError
-from lokakern.nn.linear import Linear
+from lokakern.nn.linear import LINEARS, Linear
 from lokakern.nn.module_scan import (
     INNER,
     MIXING,
@@ -142,7 +142,7 @@ class Probe:
             norm = given.get(name, found.get(module, ""))
             self._recorders[name] = Recorder(self._sampler, *_shape_of(name, module), norm)
             watch = watch_of_site(check, BUDGET, name)
-            if watch is not None and type(module) in (nn.Linear, Linear):
+            if watch is not None and type(module) in (nn.Linear, *LINEARS):
                 self._recorders[name].check = functools.partial(_compare, watch, module)
                 self._watches.append(watch)
         self._handles: list[Any] = []

@@ -25,6 +25,7 @@ from lokakern.conversion.variants import LAYOUT, observed_rows
 from lokakern.errors import ChoicesError, MeasurementError, UnknownNameError, UnsupportedError
 from lokakern.measure import timing
 from lokakern.nn.block_rms_norm import BlockRMSNorm
+from lokakern.nn.linear import Linear, PlainLinear
 from lokakern.nn.routed_matmul import kernel_at
 from lokakern.nn.static_handoff import BoundedSequential
 from lokakern.selection import dispatcher
@@ -299,6 +300,39 @@ def test_a_step_without_quantized_products_has_nothing_to_tune(known: Book) -> N
     assert "nothing to tune" in found.summary
 
 
+def test_products_without_kernels_at_the_rows_of_the_step_are_those_of_linear_layers(
+    book: Book, tmp_path: Path
+) -> None:
+    """The kernel of layer 0 is for 256 rows and more."""
+    model, handle = inference_model(book)
+    timer = Script(handle, lambda on: 1.0)
+    with torch.no_grad():
+        others = functools.partial(model[2:4], torch.randn(16, N).bfloat16())
+        assert not tune(handle, others, make_timer=timer).idle  # it is not called
+        assert quantized(handle) == {"output"} and type(model[0]) is Linear
+        found = tune(handle, functools.partial(model[:2], rows()[:16]), make_timer=timer)
+    assert found.idle == ("0/output",) and "0/output" in found.summary and not found.groups
+    assert type(model[0]) is PlainLinear and not model[0]._buffers
+    assert "no kernel runs at the rows of the step, 16" in handle.sites["0"].routes[0].why
+
+    found.save(tmp_path / "tuned.json")
+    again, _ = inference_model(book, tuned=tmp_path / "tuned.json")
+    assert type(again[0]) is PlainLinear
+    handle.refresh(0.06)
+    assert type(model[0]) is Linear and model[0].is_frozen
+
+
+def test_products_with_a_kernel_at_some_rows_of_the_step_are_not_idle(book: Book) -> None:
+    model, handle = inference_model(book)
+
+    def step() -> None:
+        with torch.no_grad():
+            model(rows()), model(rows()[:16])
+
+    found = tune(handle, step, make_timer=Script(handle, lambda on: 100.0 - len(on)))
+    assert not found.idle and quantized(handle) == {"output"}
+
+
 def test_the_real_timer_times_a_step(known: Book) -> None:
     """Which of them is faster is not known here."""
     model = model_of()
@@ -398,7 +432,7 @@ def test_what_cannot_be_tuned_is_refused(known: Book, monkeypatch: pytest.Monkey
 # ---- inference and compilation
 
 
-def inference_model(book: Book) -> tuple[nn.Module, Conversion]:
+def inference_model(book: Book, **options: Any) -> tuple[nn.Module, Conversion]:
     """Layers 0 and 4 read FP8 weights; the weight of layer 6 has k = 63, so another layout."""
     prepared = gemm(M, N, K, b=prepared_weight(Format.E4M3FN, Granularity.ROW), prepared=True)
     book.write(
@@ -410,7 +444,7 @@ def inference_model(book: Book) -> tuple[nn.Module, Conversion]:
         nn.Linear(K, N), nn.ReLU(), nn.Linear(N, K), nn.ReLU(), nn.Linear(K, 63), nn.ReLU(),
         nn.Linear(63, 8),
     ).bfloat16()  # fmt: skip
-    return model, convert(model, 0.06, inference=True)
+    return model, convert(model, 0.06, inference=True, **options)
 
 
 def predict(model: nn.Module) -> Callable[[], torch.Tensor]:

@@ -25,8 +25,9 @@ from torch.utils.checkpoint import checkpoint
 
 from lokakern import numerics
 from lokakern.errors import UnknownNameError
-from lokakern.nn import linear, routed_matmul
-from lokakern.nn.linear import Linear
+from lokakern.nn import compiled_form, linear, routed_matmul
+from lokakern.nn.adoption import adopt, release
+from lokakern.nn.linear import Linear, PlainLinear, Routed
 from lokakern.nn.routed_matmul import PLAIN, emulation_of, kernel_at, read_route, route_text
 from lokakern.registry.register import kernel_named
 from lokakern.types import Format, Granularity
@@ -584,6 +585,74 @@ def test_copies_keep_their_routes() -> None:
 def test_repr_shows_the_kernels_by_m() -> None:
     text = repr(layer_of((BY_ROW, PLAIN, PLAIN)))
     assert f"output={ROW_KERNEL} at m=16.., grad_input=bf16, grad_weight=bf16" in text
+
+
+# ---- without a plan ----
+
+
+def adopted(routes: tuple[str, str, str] = (PLAIN, PLAIN, PLAIN)) -> Linear:
+    layer = nn.Linear(K, N).bfloat16()
+    adopt(layer)
+    assert isinstance(layer, Linear)
+    layer.take_routes(routes, layer.weight)
+    return layer
+
+
+def test_a_layer_without_a_plan_and_a_form_asks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = adopted(), rows()
+
+    def fail(*_: object) -> None:
+        raise AssertionError("asked")
+
+    for name in ("is_compiling", "_traced_product"):
+        monkeypatch.setattr(linear, name, fail)
+    monkeypatch.setattr(Routed, "product", fail)
+    assert type(layer) is PlainLinear and repr(layer).startswith("Linear(")
+    assert torch.equal(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
+    assert vars(layer).keys() <= vars(adopted(ROUTES)).keys()
+
+
+def test_the_class_follows_routes_forms_and_copies() -> None:
+    layer = adopted()
+    layer.take_form(compiled_form.DOT)
+    assert type(layer) is Linear
+    layer.take_form("")
+    assert type(layer) is PlainLinear
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert type(other) is PlainLinear
+        other.take_routes(ROUTES, other.weight)
+        assert type(other) is Linear and torch.equal(other(rows()), layer_like(other)(rows()))
+    release(layer)
+    assert type(layer) is nn.Linear
+    assert vars(layer).keys() == vars(nn.Linear(K, N)).keys()
+
+
+def layer_like(layer: Linear) -> Linear:
+    """A layer that was not adopted, with the same parameters and routes."""
+    other = layer_of()
+    other.load_state_dict(layer.state_dict())
+    return other
+
+
+def test_a_compiled_layer_is_quantized_when_its_class_changes() -> None:
+    layer, x = adopted(), rows()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, backend=counter)
+    assert torch.equal(compiled(x), nn.functional.linear(x, layer.weight, layer.bias))
+    layer.take_routes(ROUTES, layer.weight)
+    assert torch.equal(compiled(x), layer(x)) and type(layer) is Linear
+    layer.take_routes((PLAIN, PLAIN, PLAIN), layer.weight)
+    assert torch.equal(compiled(x), nn.functional.linear(x, layer.weight, layer.bias))
+    assert counter.frame_count == 2
+
+
+def test_a_subclass_of_a_layer_without_a_plan_follows_its_routes() -> None:
+    """As fully_shard makes one, whose class stays."""
+    layer = adopted()
+    layer.__class__ = type("FSDPPlainLinear", (PlainLinear,), {})
+    layer.take_routes(ROUTES, layer.weight)
+    assert type(layer).__name__ == "FSDPPlainLinear"
+    assert torch.equal(layer(rows()), layer_like(layer)(rows()))
 
 
 # ---- wrapped ----

@@ -153,8 +153,8 @@ def test_a_layer_uses_the_newest_remaining_conversion(order: tuple[int, ...]) ->
         handles[place].undo()
         left.remove(place)
         of_all = [one for one in left if one != 1]
-        assert (type(model[0]) is Linear) == bool(of_all)
-        assert (type(model[2]) is Linear) == bool(left)
+        assert isinstance(model[0], Linear) == bool(of_all)
+        assert isinstance(model[2], Linear) == bool(left)
         if left:
             expected = "" if left[-1] == 1 else ROUTE
             assert model[2]._routes[0] == expected
@@ -309,6 +309,6 @@ def test_a_mod_and_a_conversion_of_a_layer_commute(
     for one in (report, handle) if is_report_first else (handle, report):
         one.undo()
         if one is report and is_report_first:
-            assert type(model.mix) is Linear and not model.mix.is_special
+            assert isinstance(model.mix, Linear) and not model.mix.is_special
         torch.testing.assert_close(model(x), plain)
     assert torch.equal(model(x), plain) and state(model) == before
