@@ -251,15 +251,15 @@ def _print_worth(found: Worth, notes: list[str], what: str, how: OutputFormat) -
     from lokakern.render.terminal import print_rows
 
     if how is OutputFormat.JSON:
-        facts = {"device": found.device.product, "budget": found.budget.limits, "of": what,
-                 "layers": [_facts(row) for row in found.rows], "total": found.total(),
-                 "notes": notes}  # fmt: skip
+        facts = {"device": found.device.product, "budget": found.budget.limits,
+                 "regime": found.regime, "of": what, "layers": [_facts(row) for row in found.rows],
+                 "total": found.total(), "notes": notes}  # fmt: skip
         print(json.dumps(facts, indent=2, allow_nan=False))
     elif how is OutputFormat.CSV:
         print_rows([_facts(row) for row in found.rows], "csv")
         say(found.words())
     else:
-        title = f"{what} within {found.budget} on {found.device.product}"
+        title = f"{what} within {found.budget} on {found.device.product}, {found.regime}"
         places = sorted(range(len(found.rows)), key=lambda at: -found.rows[at].product.flops)
         cells = [_cells(found.rows[at], found) for at in sorted(places[: options.MOST_ROWS])]
         note = "\n".join(["", found.words(), *notes])

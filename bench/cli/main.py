@@ -69,6 +69,13 @@ class Listing(StrEnum):
 @says_errors
 def list_(
     what: Annotated[Listing, typer.Argument(help="Subject.")] = Listing.KERNELS,
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            help="With kernels: only those whose name contains this; of the one of that name, "
+            "everything that it declares."
+        ),
+    ] = None,
     resources: Annotated[
         bool,
         typer.Option(
@@ -97,11 +104,14 @@ def list_(
     from lokakern.bench.report.resources import NOTE, resource_rows
     from lokakern.device import current_device
     from lokakern.registry.libraries import plugins
+    from lokakern.registry.register import KERNELS
     from lokakern.render.terminal import print_rows
 
     brief = how is OutputFormat.TABLE
     if resources and what is not Listing.KERNELS:
         raise typer.BadParameter(f"goes with kernels, not {what.value}", param_hint="--resources")
+    if name is not None and what is not Listing.KERNELS:
+        raise typer.BadParameter(f"goes with kernels, not {what.value}", param_hint="NAME")
     if device is not None and what not in (Listing.DEVICE, Listing.COVERAGE):
         raise typer.BadParameter(
             f"goes with device and coverage, not {what.value}", param_hint="--device"
@@ -116,6 +126,10 @@ def list_(
             if resources
             else listing.rows_of(what.value, brief=brief, device=device)
         )
+        if name is not None:
+            rows = listing.kernels_named(name, rows)
+            if not resources and name in KERNELS:
+                rows = listing.facts_of(KERNELS[name])
     if only is not None:
         rows = [row for row in rows if row["library"] == only]
     print_rows(rows, how, note=NOTE if resources else "", spare=("why",))

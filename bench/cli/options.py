@@ -115,7 +115,8 @@ RegimeOfChoice = Annotated[
     typer.Option(
         help="How the product runs: in a CUDA graph (graph-cold, graph-hot), eager, compiled, or "
         "compiled in a CUDA graph. In eager and compiled the cost of calls counts where `host` "
-        "measured it. Default: graph-cold on a GPU, eager on a CPU."
+        "measured it. Default: that of convert, compiled, for many products; else graph-cold on a "
+        "GPU, eager on a CPU."
     ),
 ]
 Budget = Annotated[float, typer.Option(help="Largest accepted row error (0.06 admits E4M3 GEMMs).")]

@@ -48,7 +48,7 @@ def export(merged: Rows | Facts, target: Path, device: Device) -> dict[str, int]
         raise DatabaseError(
             f"export: no measurement on {device} is of current kernels; sweep first"
         )
-    with locked(target) as target:
+    with locked(target, once=True) as target:
 
         def write_manifest(beside: Path) -> None:
             def write(temporary: Path) -> None:

@@ -205,13 +205,14 @@ def worth(
         budget: Largest accepted error.
         device: The device of the times, which need not be this one.
         distributions: Distributions of the errors; None takes a product's own, or all realistic.
-        regime: Regime of the times; None is the device's default.
+        regime: How the model runs; None is the default of `convert`.
         gemms: GEMMs of each product; with gradients, weights are quantized each time.
         step: Called with each layer's name.
 
     Raises:
         UnknownNameError: Unknown regime or distribution.
     """
+    regime = regime or COMPILED
     is_training = len(gemms) > 1
     known: dict[tuple[Any, ...], Row] = {}  # many layers are equal
     rows = []
@@ -233,7 +234,7 @@ def worth(
                 known[key] = _row(product, gemm, choices)
             rows.append(replace(known[key], product=product))
         step(product.layer)
-    return Worth(tuple(rows), device, budget, regime or dispatcher.default_regime(device))
+    return Worth(tuple(rows), device, budget, regime)
 
 
 def _problems(

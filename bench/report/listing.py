@@ -12,13 +12,15 @@ from lokakern import native
 from lokakern.bench.report import library_smoke
 from lokakern.bench.report.coverage import ALWAYS_TOLD, COUNTED, Holdings
 from lokakern.device import current_device, current_environment
+from lokakern.errors import UnknownNameError
 from lokakern.progress import tell
 from lokakern.registry import libraries
 from lokakern.registry.coverage import coverage_of
-from lokakern.registry.register import KERNELS, load_kernels
+from lokakern.registry.register import KERNELS, Kernel, load_kernels
 from lokakern.registry.snapshot.snapshot import Snapshot, without_garbage_collection
 from lokakern.registry.staleness import is_current
 from lokakern.registry.storage.paths import shipped_databases, user_database
+from lokakern.render.did_you_mean import did_you_mean
 from lokakern.selection import dispatcher
 from lokakern.types import Device, Problem
 from lokakern.workloads.distributions import DISTRIBUTIONS
@@ -35,6 +37,9 @@ BRIEF = {
         "part", "of", "problems", "covered", "untimed", *COUNTED, "missing"
     ),
 }  # fmt: skip
+
+# What a kernel may declare beside these columns.
+FLAGS = ("batched", "equal_groups", "accumulates", "k_slices", "batch_invariant", "pads")
 
 
 def rows_of(what: str, *, brief: bool = False, device: str | None = None) -> list[Row]:
@@ -107,6 +112,41 @@ def _kernels() -> list[Row]:
             }
         )
     return rows
+
+
+def kernels_named(word: str, rows: list[Row]) -> list[Row]:
+    """Rows of kernels whose name contains a word, in any case.
+
+    Raises:
+        UnknownNameError: No row has such a name.
+    """
+    found = [row for row in rows if word.lower() in row["kernel"].lower()]
+    if not found:
+        near = did_you_mean(word, (row["kernel"] for row in rows))
+        raise UnknownNameError(
+            f"no kernel listed here has {word!r} in its name; {near}`list kernels` shows all"
+        )
+    return found
+
+
+def facts_of(kernel: Kernel) -> list[Row]:
+    """What a kernel declares, and its state on each architecture, a row for each."""
+    facts: dict[str, Any] = {
+        "kernel": kernel.name,
+        "op": kernel.op,
+        "scales of a, b": f"{kernel.granularity.value}, {kernel.b_granularity.value}",
+        "accumulation": kernel.accumulation,
+        "kernel_err_bound": kernel.kernel_err_bound,
+        "epilogues": ", ".join(sorted(kernel.epilogues)),
+        "also": ", ".join(word for word in FLAGS if getattr(kernel, word)) or "-",
+        "architectures": ", ".join(sorted(kernel.architectures)),
+        "libraries": ", ".join(sorted(kernel.libraries)) or "-",
+        "modules": ", ".join(kernel.modules),
+        "digest": kernel.digest,
+    }
+    for found in coverage_of(dispatcher.snapshot(), [kernel]):
+        facts[f"on {found.architecture}"] = f"{found.state}: {found.why}"
+    return [{"what": what, "value": value} for what, value in facts.items()]
 
 
 def _libraries() -> list[Row]:

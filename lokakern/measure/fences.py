@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Container
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lokakern.build.empty_operands import OPERANDS
+from lokakern.gradients import NormGradients
 from lokakern.measure.operands import Operands
+from lokakern.types import QuantizedTensor
 
 PATTERN = 0x5A  # every byte of a fence; 1.5e16 in bfloat16 and float32
 MARGIN_ROWS = 128  # before the first and behind the last row: a tile of most kernels
@@ -38,23 +42,38 @@ class Fence(NamedTuple):
 
 
 def fence(operands: Operands) -> list[Fence]:
-    """Move the outputs of every set into larger buffers; those in parts stay.
+    """Move the outputs of every set into larger buffers, those in parts as well.
 
     Gaps between rows of FP8 data and of scales are lokakern's own and may be written; those of
     other outputs are a caller's.
     """
     names = OPERANDS[operands.problem.op]
-    fences = []
+    fences: list[Fence] = []
     for number, given in enumerate(operands.sets):
         written = {id(out) for out in operands.outputs(given)}
-        moved = list(given)
-        for place, operand in enumerate(given):
-            if isinstance(operand, Tensor) and id(operand) in written:
-                found = _fenced(names[place], operand)
-                moved[place] = found.out
-                fences.append(found)
-        operands.sets[number] = tuple(moved)
+        operands.sets[number] = tuple(
+            _moved(name, operand, written, fences)
+            for name, operand in zip(names, given, strict=True)
+        )
     return fences
+
+
+def _moved(name: str, operand: Any, written: Container[int], fences: list[Fence]) -> Any:
+    """An operand whose written tensors, by id, lie in larger buffers, which join the fences."""
+    if isinstance(operand, Tensor) and id(operand) in written:
+        fences.append(_fenced(name, operand))
+        return fences[-1].out
+    if isinstance(operand, QuantizedTensor):
+        moved = {
+            part: _moved(f"{name}.{part}", x, written, fences)
+            for part in ("data", "scale")
+            if id(x := getattr(operand, part)) in written
+        }
+        return replace(operand, **moved) if moved else operand
+    if isinstance(operand, NormGradients):
+        pairs = operand._asdict().items()
+        return NormGradients(*(_moved(f"{name}.{part}", x, written, fences) for part, x in pairs))
+    return operand
 
 
 def _fenced(name: str, out: Tensor) -> Fence:

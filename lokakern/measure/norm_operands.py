@@ -14,7 +14,7 @@ from lokakern.errors import MeasurementError
 from lokakern.gradients import NormGradients
 from lokakern.measure import operands as common
 from lokakern.measure.norm_errors import norm_kernel_error
-from lokakern.measure.operands import Case64, Operands, worst_of
+from lokakern.measure.operands import Case64, Operands, Pair, worst_of
 from lokakern.measure.tiled_compare import Piece, pieces_to_check
 from lokakern.norm import static_scale
 from lokakern.numerics import KernelError, kernel_error
@@ -181,17 +181,20 @@ class NormOperands(Operands):
         return [part[piece.rows] for part in self.outputs(self.sets[number])]
 
     def _comparison(self, kernel: Kernel, number: int) -> Callable[[Piece], KernelError]:
+        pair, roundoff = self._pairs(kernel, number), self.problem.out_format.unit_roundoff
+        return lambda piece: norm_kernel_error(*pair(piece), roundoff)
+
+    def _pairs(self, kernel: Kernel, number: int) -> Callable[[Piece], Pair]:
         out, (epilogue,) = self.sets[number][-1], self.epilogues[number]
         case, order = self.reference(kernel), self.order[number].to(self.device)
 
-        def error_of(piece: Piece) -> KernelError:
+        def pair(piece: Piece) -> Pair:
             rows = order[piece.rows]
             sums = self._across(case.exact[rows]), self._across(case.magnitude[rows])
             exact, magnitude = ops.normalized(*sums, rows_of(epilogue, piece.rows))
-            roundoff = self.problem.out_format.unit_roundoff
-            return norm_kernel_error(rows_of_output(out, piece.rows), exact, magnitude, roundoff)
+            return rows_of_output(out, piece.rows), exact, magnitude
 
-        return error_of
+        return pair
 
 
 class NormBackwardOperands(NormOperands):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from lokakern.measure.tiled_compare import (
     product_of_piece,
 )
 from lokakern.measure.timing import MOST_CALLED
+from lokakern.measure.wrong_elements import Compared, wrong_words
 from lokakern.numerics import KernelError
 from lokakern.problems import bias_format, epilogue_of, is_plain, scaling_of, sums_over_samples
 from lokakern.registry import ops
@@ -46,7 +48,12 @@ INCORRECT = KernelError(math.inf, math.inf)
 QUANTIZERS = ("quantize", "quantize_transpose")
 GIVEN_SCALES = ("static", "delayed")
 
+# Ops whose faults are located elsewhere (bytes of quantizers), or that have several outputs.
+UNLOCATED = (*QUANTIZERS, "norm_backward")
+
 Expectation = Callable[[Piece], tuple[Tensor, Tensor]]
+# An output, its exact values and their magnitudes.
+Pair = tuple[Any, Tensor, Tensor]
 
 
 class Case64(NamedTuple):
@@ -432,17 +439,52 @@ class Operands:
 
     def _comparison(self, kernel: Kernel, number: int) -> Callable[[Piece], KernelError]:
         """A function of a piece of a set's output to its kernel error."""
+        pair = self._pairs(kernel, number)
+        roundoff = self.problem.out_format.unit_roundoff
+        return lambda piece: numerics.kernel_error(*pair(piece), roundoff, self.out_scale)
+
+    def _pairs(self, kernel: Kernel, number: int) -> Callable[[Piece], Pair]:
+        """A function of a piece of a set's output to it, its exact values and magnitudes."""
         expected = self._expectation(kernel, number)
 
-        def error_of(piece: Piece) -> KernelError:
+        def pair(piece: Piece) -> Pair:
             (out,) = self._parts(number, piece)
-            exact, magnitude = self._finished(*expected(piece), number, piece)
-            roundoff = self.problem.out_format.unit_roundoff
-            return numerics.kernel_error(
-                out.flatten(0, 1), exact, magnitude, roundoff, self.out_scale
-            )
+            return out.flatten(0, 1), *self._finished(*expected(piece), number, piece)
 
-        return error_of
+        return pair
+
+    def wrong_elements(self, kernel: Kernel) -> str:
+        """Where outputs are wrong, in words; "" if none is, or of an op without one output."""
+        if self.problem.op in UNLOCATED:
+            return ""
+        for number in range(min(len(self.sets), CHECKED_SETS)):
+            pair = self._pairs(kernel, number)
+            for pieces in self._pieces(number)[0]:
+                for batch in range(pieces.batch.start, pieces.batch.stop):
+                    piece = replace(pieces, batch=slice(batch, batch + 1))
+                    compared = self._dequantized(*pair(piece))
+                    bound = kernel.bound_at(self.problem)
+                    words = wrong_words(compared, bound, piece.rows.start)
+                    if words:
+                        return f"in batch {batch} {words}" if self.problem.batch > 1 else words
+        return ""
+
+    def _dequantized(self, out: Any, exact: Tensor, magnitude: Tensor) -> Compared:
+        form, scale = self.problem.out_format, 1.0
+        if isinstance(out, QuantizedTensor):
+            assert out.scale is not None  # FP8 has scales
+            found, scale = numerics.dequantize(out, torch.float64), float(out.scale.max())
+        else:
+            found = out.double()
+            if self.out_scale is not None:  # saturates
+                scale = float(self.out_scale)
+                found, exact = (
+                    found * scale,
+                    exact.clamp(-form.maximum * scale, form.maximum * scale),
+                )
+        smallest = torch.finfo(form.dtype).smallest_normal * form.unit_roundoff * 2 * scale
+        slack = 2.0**-13 * magnitude.nan_to_num(posinf=0.0) + smallest
+        return Compared(found, exact, slack, form.unit_roundoff)
 
     def _by_group(self, x: Tensor) -> Tensor:
         """Rows ``[batch * m, n]`` as ``[batch, m, n]``."""

@@ -160,7 +160,9 @@ def check_case(
             return TimingRecord(status="wrong", reason=OVERWRITES)
         write_again(operands, contender)
         wrong = next(filter(None, (found.damage() for found in fences)), "")
-        wrong = wrong or operands.check(kernel)[1]
+        if not wrong and (wrong := operands.check(kernel)[1]):
+            located = operands.wrong_elements(kernel)
+            wrong += f": {located}" if located else ""
         if wrong:
             return TimingRecord(status="wrong", reason=wrong)
     return TimingRecord(status=contender.status, reason=contender.reason)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lokakern.problems import ACCURACY_ROWS
+from lokakern.measure.accuracy import FEWEST_ROWS
 from lokakern.triton_interpreter import is_interpreted
 
 BUSY = 0.25  # share of all cores that others use
@@ -106,9 +106,9 @@ def duration(seconds: float) -> str:
 
 
 def estimate_words(seconds: float, *, has_errors: bool) -> str:
-    """An estimate of a sweep, "about 3 s"; Triton's interpreter takes minutes for 2048 rows."""
+    """An estimate of a sweep, "about 3 s"; nothing estimates errors in Triton's interpreter."""
     unknown = has_errors and is_interpreted()
     return f"about {duration(seconds)}" + (
-        f", without errors in Triton's interpreter, which launches {ACCURACY_ROWS} rows for them: "
-        "minutes (--errors none leaves them out)" if unknown else ""
+        f", without errors in Triton's interpreter, which launches up to {FEWEST_ROWS} rows for "
+        "each, seed by seed: --time-limit 15 shows the first" if unknown else ""
     )  # fmt: skip

@@ -168,7 +168,7 @@ def merge_files(sources: Sequence[Source], out: Source, *, guards: Guards = GUAR
         )
     _refuse_existing(place)
     has: dict[str, int] = {}
-    with locked(place) as place, ExitStack() as stack:
+    with locked(place, once=True) as place, ExitStack() as stack:
         _refuse_existing(place)
         parts, brought = [], dict.fromkeys(TABLES, 0)
         for source in sources:

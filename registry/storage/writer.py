@@ -41,10 +41,14 @@ _SAID_BY_OTHERS = ("reason", "command")  # what is not printable becomes a space
 
 
 @contextmanager
-def locked(database: Path) -> Iterator[Path]:
+def locked(database: Path, *, once: bool = False) -> Iterator[Path]:
     """Hold the lock of a database's file; yields where the file really lies, links followed.
 
     The folder is made if it is missing. The lock's file goes where no database was written.
+
+    Args:
+        database: The file.
+        once: Whether it is written once, as to be shared: then the lock's file goes, too.
 
     Raises:
         DatabaseError: Another process held it for too long, or it cannot be made.
@@ -65,8 +69,8 @@ def locked(database: Path) -> Iterator[Path]:
         yield place
     finally:
         with suppress(OSError):  # in a folder that cannot be written it stays
-            if not place.exists():
-                path.unlink()
+            if once or not place.exists():
+                path.unlink()  # who waits for it sees that, and makes another
         lock.release()
 
 

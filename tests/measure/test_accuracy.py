@@ -66,6 +66,26 @@ def test_operands_of_weight_gradients_have_samples_as_rows(
     assert sums_over_samples(short) and short.k == 300
 
 
+def test_the_interpreter_gets_few_rows_and_one_seed_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sweep that ends early then has an error of every distribution."""
+    torchs = KERNELS["torch.emulated_row"]
+    plugin = replace(torchs, name="acme.row", modules=("python:acme",))
+    problem = make_problem("scaled_gemm", (64, 500, 128))
+    rows = {}
+    for kernel in (torchs, plugin):
+        monkeypatch.setenv("TRITON_INTERPRET", "0")
+        cells = cells_for([(kernel, problem)], HERE, ["X1", "X8"], seeds=[0, 1])
+        for interpreted in ("0", "1"):
+            monkeypatch.setenv("TRITON_INTERPRET", interpreted)
+            found: dict[int, AccuracyRecord] = {}
+            measure_cells(cells, CPU, HERE, lambda *_: True, found.__setitem__)
+            rows[kernel.name, interpreted] = {record.rows for record in found.values()}
+            order = [(cells[place].seed, cells[place].distribution) for place in found]
+            assert order == [(0, "X1"), (0, "X8"), (1, "X1"), (1, "X8")]
+    assert rows == {(torchs.name, "0"): {2048}, (torchs.name, "1"): {2048},
+                    ("acme.row", "0"): {2048}, ("acme.row", "1"): {384}}  # fmt: skip
+
+
 def test_fast_sums_over_samples_are_incorrect() -> None:
     kernel = KERNELS["cuda.quantize_row+torch.scaled_mm_row_fast"]
     h200 = Device("nvidia", "NVIDIA H200", "sm_90", 132, 140)

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import pytest
 from lokakern.errors import DatabaseError
 from lokakern.registry import locks
 from lokakern.registry.locks import Lock, private_folder
+from lokakern.registry.storage.writer import locked
 
 
 def test_one_at_a_time_holds_a_lock(tmp_path: Path) -> None:
@@ -71,6 +73,21 @@ def test_a_lock_on_a_removed_file_does_not_lock(tmp_path: Path) -> None:
     assert new.acquire(), "another file, and another lock"
     old.release()
     assert not Lock(path).acquire()
+
+
+def test_a_lock_whose_file_goes_is_held_by_one_at_a_time(tmp_path: Path) -> None:
+    count = tmp_path / "count"
+
+    def add(times: int) -> None:
+        for _ in range(times):
+            with locked(count, once=True):
+                before = int(count.read_text()) if count.exists() else 0
+                time.sleep(0.001)  # others wait on the file that goes
+                count.write_text(str(before + 1))
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(add, [5] * 4))
+    assert count.read_text() == "20" and list(tmp_path.iterdir()) == [count]
 
 
 def test_a_link_is_not_followed(tmp_path: Path) -> None:

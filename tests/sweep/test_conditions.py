@@ -59,7 +59,7 @@ def test_errors_under_the_interpreter_are_not_estimated(monkeypatch: pytest.Monk
     assert estimate_words(0.1, has_errors=False) == "about 0 s"
     words = estimate_words(0.1, has_errors=True)
     assert words.startswith(
-        "about 0 s, without errors in Triton's interpreter, which launches 2048"
+        "about 0 s, without errors in Triton's interpreter, which launches up to 384 rows"
     )
     monkeypatch.delenv("TRITON_INTERPRET")
     assert estimate_words(0.1, has_errors=True) == "about 0 s"

@@ -154,6 +154,29 @@ def test_a_table_of_kernels_fits_100_columns() -> None:
     assert max(len(row["state"]) for row in rows) <= 12
 
 
+def test_kernels_are_listed_by_name(command: Command) -> None:
+    rows = command("list", "kernels", "Scaled_MM_row", "--json").json
+    assert {row["kernel"] for row in rows} == {
+        name for name in KERNELS if "scaled_mm_row" in name
+    }  # fmt: skip
+    name = "torch.scaled_mm_row"
+    facts = {row["what"]: row["value"] for row in command("list", "kernels", name, "--json").json}
+    kernel = KERNELS[name]
+    assert (facts["kernel"], facts["op"], facts["digest"]) == (name, kernel.op, kernel.digest)
+    assert facts["scales of a, b"] == "row, row" and "bias" in facts["epilogues"]
+    assert facts["on sm_90"].startswith("measured: ")
+    rows = command("list", "kernels", "hip.scaled_gemm_row", "--resources", "--json").json
+    assert rows and all("hip.scaled_gemm_row" in row["kernel"] for row in rows)
+
+
+@pytest.mark.parametrize("words", [("kernels", "scaled_mm_rwo"), ("suites", "lrm")])
+def test_kernels_of_no_name_are_an_error(command: Command, words: tuple[str, str]) -> None:
+    ran = command("list", *words)
+    assert ran.code == 2 and not ran.out
+    expected = {"kernels": "no kernel listed here has 'scaled_mm_rwo'", "suites": "not suites"}
+    assert expected[words[0]] in " ".join(ran.err.split())
+
+
 def test_modules_that_cannot_be_imported_are_listed(
     monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:

@@ -127,6 +127,7 @@ def test_an_export_keeps_current_rows_unchanged(
     shipped: Path, device: Device, exported: tuple[Path, dict[str, int]], tmp_path: Path
 ) -> None:
     target, left_out = exported
+    assert not target.with_name(f"{target.name}.lock").exists()
     before, after = read_rows(shipped), read_rows(target)
     more = {"host_cost": len(before["host_cost"]) + 1}  # one of the other file
     assert {name: len(after[name]) for name in FACTS} == as_they_are_now(before) | more

@@ -321,15 +321,17 @@ def test_what_convert_chooses_otherwise_is_told(
     monkeypatch.setenv("LOKAKERN_PREDICT", "1")
     dispatcher.use_snapshot(None)
     path = shapes_file(tmp_path, "8192,777,512,,n", "16384,2064,2001,,k", "16384,2064,2000,,even")
-    found = json.loads(run("--shapes", path, *H200, "--json")[1])
+    found = json.loads(run("--shapes", path, *H200, "--json", "--regime", "graph-cold")[1])
     rows, words = found["layers"], found["notes"][-1]
     assert all("scaled" in row["kernel"] and row["state"] == "predicted" for row in rows)
     assert words.startswith("Times are of the regime graph-cold; that of convert is by default")
     assert "compiled: --regime compiled. Predicted in FP8" in words
     assert "with an n or k that is no multiple of 8: 2, which convert takes only where" in words
     path = shapes_file(tmp_path, "8192,512,512,,", "16384,2064,2000,,")
-    table = run("--shapes", path, *H200, "--regime", "compiled")[1]
+    table = run("--shapes", path, *H200)[1]
+    assert table.startswith("predictions within row_err 0.06 on NVIDIA H200, compiled ")
     assert "Times are of the regime compiled, the default of convert.\n" in table
+    assert json.loads(run("--shapes", path, *H200, "--json")[1])["regime"] == "compiled"
     table = run("--shapes", path, *H200, "--regime", "eager")[1]  # no host costs here
     assert "None of 2 products was ever measured on NVIDIA H200 for the regime eager.\n" in table
 

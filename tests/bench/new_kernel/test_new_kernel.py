@@ -119,8 +119,10 @@ def test_written_packages_pass_their_trial_on_a_cpu_as_they_are(run: Run, tmp_pa
     module.write_text(text.replace("    if HAS_BIAS:", "    if False:"))
     why = listed(run, "libraries", "library", code=5)["acme"]["why"]
     words = (
-        r"acme_kernels.scaled_gemm_row: wrong: kernel_err \S+ > 8 at scaled_gemm m=67 n=90 k=200 "
-        r"a=e4m3fn/row b=e4m3fn/row bias out=bfloat16: a \[67, 200\], a_scale \[67, 1\], "
+        r"acme_kernels.scaled_gemm_row: wrong: kernel_err \S+ > 8: \d+ of 6030 elements are wrong, "
+        r"the first at row 0, column 0: \S+, not \S+; each column is off by a value of its own, as "
+        r"without its bias at scaled_gemm m=67 n=90 k=200 a=e4m3fn/row b=e4m3fn/row bias "
+        r"out=bfloat16: a \[67, 200\], a_scale \[67, 1\], "
         r"b \[200, 90\], b_scale \[1, 90\], out \[67, 90\], bias \[90\]"
     )
     assert re.fullmatch(words, why), why

@@ -480,6 +480,7 @@ def test_a_merge_writes_a_new_file(
     code, out, err = command("merge", file, target, "--out", tmp_path / "both.sqlite")
     assert (code, out) == (0, "") and "16 timing, 16 accuracy" in err
     assert "duplicates: 2 device, 1 environment" in err
+    assert [path.name for path in tmp_path.glob("both.sqlite*")] == ["both.sqlite"]  # no lock
     before = target.read_bytes()
     code, _, err = command("merge", file, target, "--out", target)
     assert code == 1 and "is one of the sources" in err and "remove" not in err
