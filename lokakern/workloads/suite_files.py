@@ -50,6 +50,7 @@ GEMM writes bfloat16, and activate and chain read it, so that a float32 layer ha
 
 from __future__ import annotations
 
+import itertools
 import re
 import stat
 import tomllib
@@ -60,9 +61,11 @@ from typing import Any
 
 from lokakern.epilogue import ACTIVATIONS, norm_form
 from lokakern.errors import ShapeError, SuiteError, UnknownNameError
+from lokakern.registry.register import ANY
 from lokakern.render.did_you_mean import did_you_mean
 from lokakern.types import Format, Granularity
 from lokakern.workloads.distributions import distribution_named
+from lokakern.workloads.drawn_sizes import DRAWN, drawn_suite
 from lokakern.workloads.gemm_cases import (
     LEFT_SCALES,
     PREPARED_FORMS,
@@ -149,18 +152,40 @@ BATCHED_FORMS = ("gemm", "grad_input", "grad_weight")
 def suite_named(name: str) -> Suite:
     """The suite with a name, or from a file whose name ends in ``.toml``.
 
+    ``drawn-7`` draws sizes with seed 7 (`lokakern.workloads.drawn_sizes`), and names with commas
+    between them are one suite.
+
     Raises:
         UnknownNameError: The suite is unknown.
         SuiteError: The file cannot be read, or is not a suite.
     """
+    if "," not in name or Path(name).is_file():
+        return _one_suite(name)
+    parts = [_one_suite(part.strip()) for part in name.split(",")]
+
+    def build(fp8: Format) -> Iterator[Case]:
+        return itertools.chain.from_iterable(part.build(fp8) for part in parts)
+
+    for_some = {part.name: part.architectures for part in parts if part.architectures != ANY}
+    if for_some:
+        raise UnknownNameError(
+            f"suite {name!r}: {', '.join(for_some)} is not for every GPU; give it alone"
+        )
+    return Suite(", ".join(part.name for part in parts), "several suites", build)
+
+
+def _one_suite(name: str) -> Suite:
     if name.endswith(".toml"):
         return suite_from_file(Path(name))
+    if name.startswith(DRAWN):
+        return drawn_suite(name)
     try:
         return SUITES[name]
     except KeyError:
         raise UnknownNameError(
             f"suite {name!r} is unknown; {did_you_mean(name, SUITES)}expected one of "
-            f"{', '.join(SUITES)}, or a file that ends in .toml"
+            f"{', '.join(SUITES)}, a name such as {DRAWN}7 (sizes drawn with seed 7), or a file "
+            "that ends in .toml"
         ) from None
 
 
@@ -208,10 +233,10 @@ def _table_of(path: Path) -> dict[str, Any]:
         raise SuiteError(f"suite {path}: is not TOML: {error}") from None
     check_keys(table, FILE_KEYS, f"suite {path}")
     name = _text(table, "name", f"suite {path}")
-    if not NAME.fullmatch(name) or name in SUITES:
+    if not NAME.fullmatch(name) or name in SUITES or name.startswith(DRAWN):
         raise SuiteError(
             f"suite {path}: name is {name!r}; expected letters, digits, blanks, dots, dashes and "
-            f"underscores, at most 100, and not {', '.join(SUITES)}"
+            f"underscores, at most 100, and not {', '.join(SUITES)} or {DRAWN}..."
         )
     return table
 

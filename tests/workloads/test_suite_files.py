@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from lokakern.errors import SuiteError
+from lokakern.errors import SuiteError, UnknownNameError
 from lokakern.sweep.engine import candidates
 from lokakern.types import Device, Format, Granularity, Layout
 from lokakern.workloads import suite_files
+from lokakern.workloads.drawn_sizes import WIDTHS, drawn_sizes
 from lokakern.workloads.norm_cases import chain_layer_cases
 from lokakern.workloads.suite_files import suite_from_file, suite_named
 from lokakern.workloads.suites import Suite
@@ -286,3 +288,64 @@ def _raises_ours_only(path: Path) -> None:
     except SuiteError:
         return
     assert suite.cases(H200)
+
+
+# ---- suites that are drawn, and several as one
+
+
+def sizes_of(name: str) -> list[tuple[int, ...]]:
+    return [c.problem.shape for c in suite_named(name).cases(H200) if c.problem.op == "scaled_gemm"]
+
+
+def test_a_seed_draws_the_same_sizes_each_time_and_another_seed_others() -> None:
+    drawn = drawn_sizes(7, 300)
+    assert drawn == drawn_sizes(7, 300) and len(set(drawn)) == 300
+    assert drawn[:60] == drawn_sizes(7) and not set(drawn) & set(drawn_sizes(8, 300))
+    assert set(sizes_of("drawn-7")) == set(drawn_sizes(7))
+    assert len(set(sizes_of("drawn-7-300"))) == 300
+
+
+def test_drawn_sizes_are_of_all_kinds() -> None:
+    drawn = drawn_sizes(1, 2000)
+    widths = [size for _, n, k in drawn for size in (n, k)]
+    assert all(512 <= m <= 40_960 + 64 for m, _, _ in drawn)
+    assert min(widths) >= 16 and max(widths) <= 8192
+    known, rest = [w for w in widths if w in WIDTHS], [w for w in widths if w not in WIDTHS]
+    assert 0.3 < len(known) / len(widths) < 0.4
+    assert 0.45 < sum(w % 16 == 0 for w in rest) / len(rest) < 0.6
+    assert 0.45 < sum(m % 128 == 0 for m, _, _ in drawn) / len(drawn) < 0.55
+    assert 0.45 < sum(w < 362 for w in rest) / len(rest) < 0.55  # half way from 16 to 8192
+
+
+def test_suites_with_commas_are_one(tmp_path: Path) -> None:
+    found = suite_named("smoke, drawn-3-5")
+    cases = found.cases(H200)
+    assert found.name == "smoke, drawn-3-5"
+    apart = [*suite_named("smoke").cases(H200), *suite_named("drawn-3-5").cases(H200)]
+    assert cases == list(dict.fromkeys(apart))
+    path = tmp_path / "a,b.toml"
+    path.write_text('name = "mine"\n[[layer]]\nm = 16\nn = 16\nk = 16\n')
+    assert suite_named(str(path)).name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("drawn-x", "expected drawn-SEED or drawn-SEED-COUNT"),
+        ("drawn-1-0", "1 to 10000 sizes"),
+        ("drawn-1-10001", "1 to 10000 sizes"),
+        ("smoke,anchor", "did you mean 'anchors'"),
+        ("smoke,", "unknown"),
+        ("smoke,mx", "mx is not for every GPU"),
+    ],
+)
+def test_suites_that_do_not_exist_are_refused(name: str, says: str) -> None:
+    with pytest.raises(UnknownNameError, match=re.escape(says)):
+        suite_named(name)
+
+
+def test_a_file_may_not_have_the_name_of_a_drawn_suite(tmp_path: Path) -> None:
+    path = tmp_path / "file.toml"
+    path.write_text('name = "drawn-1"\n[[layer]]\nm = 16\nn = 16\nk = 16\n')
+    with pytest.raises(SuiteError, match="drawn-"):
+        suite_from_file(path)
