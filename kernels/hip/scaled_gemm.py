@@ -65,21 +65,22 @@ class Tile(NamedTuple):
 
 
 # From the largest on the first that gives every compute unit a block: what 128 x 128 sums read is a
-# quarter of what they read in tiles of 32 x 32. None of it was measured. The first is for gfx950:
-# its two steps take 128 KB of local memory.
+# quarter of what they read in tiles of 32 x 32. None of it was measured.
 TILES = (Tile(256, 256), Tile(128, 128), Tile(64, 128), Tile(64, 64), Tile(32, 32))
 
 
-def tile_for(m: int, n: int, compute_units: int, fnuz: bool) -> Tile:
+def tile_for(m: int, n: int, compute_units: int, granularity: Granularity, fnuz: bool) -> Tile:
     """The tile of a product.
 
     Args:
         m: Rows of the output.
         n: Columns of the output.
         compute_units: Of the GPU.
-        fnuz: Whether its FP8 is that of gfx942.
+        granularity: Of the scales of a.
+        fnuz: Whether its FP8 is that of gfx942, which lacks registers for the largest tile with
+            scales of 1x128.
     """
-    for tile in TILES[fnuz:]:
+    for tile in TILES[fnuz and granularity is Granularity.GROUP :]:
         if blocks_of(tile, m, n) >= compute_units and tile.n <= max(32, 2 * n):
             return tile
     return TILES[-1]
@@ -128,7 +129,7 @@ def _multiply(
     (m, k), n = a.shape, b.shape[1]
     check_pitches(a=a, b=b.t())
     fnuz = a.dtype is torch.float8_e4m3fnuz
-    tile = tile_for(m, n, jit.compute_units(a.get_device()), fnuz)
+    tile = tile_for(m, n, jit.compute_units(a.get_device()), granularity, fnuz)
     strides = (0, 0)
     if granularity is Granularity.GROUP:
         strides = a_scale.stride(1), b_scale.stride(1)
@@ -143,7 +144,7 @@ def _multiply(
 
 def _supports(granularity: Granularity, problem: Problem, device: Device) -> Support:
     fnuz = fp8_format(device) is Format.E4M3FNUZ
-    tile = tile_for(problem.m, problem.n, device.compute_units, fnuz)
+    tile = tile_for(problem.m, problem.n, device.compute_units, granularity, fnuz)
     blocks = blocks_of(tile, problem.m, problem.n) * tile.threads // THREADS
     why = why_not_operands(granularity, problem, device, blocks)
     if why is not None:

@@ -50,13 +50,15 @@ VARIANTS = [
                      "ACTIVATION": activation, "OUT": out})
       for n, group, norm, span, activation, out in NORMED),
 ]  # fmt: skip
-# Powers of two are for the GPU that multiplies with them, the largest tile for 160 KB of LDS.
-ON_GFX950 = {("GROUP", 32), ("COLUMNS_OF_SCALE", 32), ("SCALES", 2), ("TILE_M", 256)}
+# Powers of two are for the GPU that multiplies with them; gfx942 lacks registers for the largest
+# tile with scales of 1x128.
+ON_GFX950 = ({("GROUP", 32)}, {("COLUMNS_OF_SCALE", 32)}, {("SCALES", 2)},
+             {("TILE_M", 256), ("SCALES", 1)})  # fmt: skip
 ON_GPUS = [
     (gpu, number)
     for gpu in GPUS
     for number, (_, macros) in enumerate(VARIANTS)
-    if gpu == "gfx950" or not ON_GFX950 & set(macros.items())
+    if gpu == "gfx950" or not any(needs <= macros.items() for needs in ON_GFX950)
 ]
 DEPTHS = (256, 1024, 4096)  # k for which whole kernels are counted
 # Registered kernels that launch a variant, by the macros that tell them apart.
@@ -167,8 +169,10 @@ def check_instructions(gpu: str, number: int) -> None:
     found = machine_code.resources(text, gpu)["matrix"]
     assert found == ({MATRIX[gpu]: each_step} if each_step else {})
     barriers = 5 if each_step else 0
-    if kernel == "gemm_norm":  # one stage is read before it is written; the epilogue is there twice
-        barriers += 3 * (gpu == "gfx942") + 2 * exchanges(macros) - 1  # one tail, in the last step
+    if each_step and gpu == "gfx942":  # one stage is read before it is written
+        barriers += 2
+    if kernel == "gemm_norm":  # one tail, in the last step; the epilogue is there twice
+        barriers += (gpu == "gfx942") + 2 * exchanges(macros) - 1
     assert counted["s_barrier"] == barriers
 
     # Behind the last step, loads of scaled_gemm go 2^31 further, which is outside of every buffer.
@@ -220,8 +224,8 @@ def test_a_kernel_has_its_instructions_and_recorded_resources(gpu: str, number: 
         # Rows of b that one wave reads: four fragments of two loads.
         check_order(text, gpu, 8 if kernel == "gemm_norm" and macros["TILE_N"] == 256 else 0)
         assert bool(re.search(r"buffer_load_dwordx4 .* lds\n", text)) == (gpu == "gfx950")
-        twice = macros.get("TILE_M", 64) * macros["TILE_N"] <= 64 * 64
-        assert found["occupancy"] >= (2 if twice else 1)
+        assert found["occupancy"] >= 2
+        assert not any(counted["loop_waits"] for counted in found["whole"].values())
     else:
         assert found["occupancy"] >= 8
         assert "v_cvt_" in text  # FP8 by the instruction, not by arithmetic

@@ -350,8 +350,9 @@ def test_scaled_gemm_is_correct(gpu: str, scales: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("gpu", "scales", "tile"),
-    [("gfx942", "group", 128), ("gfx950", "group", 128), ("gfx950", "mx", 32),
-     ("gfx950", "row", 256), ("gfx950", "group", 256), ("gfx950", "mx", 256)],
+    [("gfx942", "group", 128), ("gfx950", "group", 128), ("gfx942", "group", 32),
+     ("gfx950", "mx", 32), ("gfx942", "row", 256), ("gfx950", "row", 256),
+     ("gfx950", "group", 256), ("gfx950", "mx", 256)],
 )  # fmt: skip
 def test_scaled_gemm_is_correct_with_other_tiles(
     gpu: str, scales: str, tile: int, tmp_path: Path
@@ -966,11 +967,15 @@ def test_sizes_beyond_32_bits_are_rejected(what: str) -> None:
         assert re.search("in 32 bits|fewer than 8388608 bytes", answer.reason), name
 
 
-def test_the_largest_tile_needs_the_local_memory_of_gfx950() -> None:
-    assert scaled_gemm.tile_for(32768, 1024, 256, fnuz=False) == (256, 256)
-    assert scaled_gemm.tile_for(32768, 1024, 304, fnuz=True) == (128, 128)
-    assert scaled_gemm.tile_for(8192, 1024, 256, fnuz=False) == (128, 128)  # one for each unit
-    assert scaled_gemm.tile_for(1 << 20, 100, 256, fnuz=False) == (128, 128)
+def test_tiles_are_the_largest_that_occupy_the_gpu_and_fit_its_registers() -> None:
+    tile_for = scaled_gemm.tile_for
+    for granularity, *tiles in (
+        (Granularity.ROW, (256, 256), (256, 256)), (Granularity.GROUP, (256, 256), (128, 128)),
+    ):  # fmt: skip
+        found = [tile_for(32768, 1024, 304, granularity, fnuz) for fnuz in (False, True)]
+        assert found == tiles, granularity
+        assert tile_for(8192, 1024, 256, granularity, fnuz=False) == (128, 128)
+        assert tile_for(1 << 20, 100, 256, granularity, fnuz=False) == (128, 128)
 
 
 def test_rows_too_far_apart_raise_at_the_launch() -> None:

@@ -26,7 +26,7 @@ from tests.support.machine_code import (
     stored_bytes_of,
 )
 
-PAIR_TO_FP8 = "v_cvt_pk_fp8_f32"
+PAIR_TO_FP8 = ("v_cvt_pk_fp8_f32", "v_cvt_scalef32_pk_fp8_f32")
 KINDS = {"v_mfma_": "matrix", "v_": "vector", "s_": "scalar", "ds_": "local"}  # else memory
 # Cycles from an instruction to its result. Assumed, of the order of published measurements: main
 # memory and local memory without conflicts. Caches are faster.

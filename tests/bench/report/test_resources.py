@@ -66,7 +66,8 @@ def test_whole_kernels_are_counted_where_hip_multiplies() -> None:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "tile", "least"), [("gfx942", 128, 0.60), ("gfx950", 256, 0.65)]
+    ("architecture", "tile", "least"),
+    [("gfx942", 128, 0.62), ("gfx942", 256, 0.69), ("gfx950", 256, 0.65)],
 )
 def test_most_cycles_of_the_largest_tile_multiply(
     architecture: str, tile: int, least: float
