@@ -26,7 +26,7 @@ from tests.support.hip_compiler import (
     needs_clang,
 )
 from tests.support.machine_code import LOCAL_BYTES
-from tests.support.whole_kernel import whole_kernel
+from tests.support.whole_kernel import at_depths
 
 RECORDED = KERNELS / "resources.json"
 LARGEST = {
@@ -60,7 +60,6 @@ ON_GPUS = [
     for number, (_, macros) in enumerate(VARIANTS)
     if gpu == "gfx950" or not any(needs <= macros.items() for needs in ON_GFX950)
 ]
-DEPTHS = (256, 1024, 4096)  # k for which whole kernels are counted
 # Registered kernels that launch a variant, by the macros that tell them apart.
 LAUNCHED_BY: dict[str, tuple[tuple[str, ...], dict[tuple[int, ...], list[str]]]] = {
     "quantize": (("GROUP",), {
@@ -112,9 +111,18 @@ def products(gpu: str, number: int) -> int:
     kernel, macros = VARIANTS[number]
     if kernel not in ("scaled_gemm", "gemm_norm"):
         return 0
-    waves = 8 if macros["TILE_N"] == 256 and kernel == "scaled_gemm" else 4
-    sums = macros.get("TILE_M", 64) * macros["TILE_N"] // waves
+    m, n = tile_of(macros)
+    sums = m * n // waves_of(kernel, macros)
     return sums // 256 * (4 if gpu == "gfx942" else 1)  # of 16 x 16 sums, and 32 or 128 of k
+
+
+def tile_of(macros: dict[str, int]) -> tuple[int, int]:
+    return macros.get("TILE_M", 64), macros["TILE_N"]
+
+
+def waves_of(kernel: str, macros: dict[str, int]) -> int:
+    """Of a block that multiplies."""
+    return 8 if macros["TILE_N"] == 256 and kernel == "scaled_gemm" else 4
 
 
 def exchanges(macros: dict[str, int]) -> int:
@@ -138,13 +146,13 @@ def resources(gpu: str, number: int) -> dict[str, Any]:
     kernel, macros = VARIANTS[number]
     telling, names = LAUNCHED_BY[kernel]
     launched_by = [f"hip.{name}" for name in names[tuple(macros[name] for name in telling)]]
-    text, each_step = assembly(gpu, number), products(gpu, number)
+    text = assembly(gpu, number)
     found = machine_code.resources(text, gpu)
-    whole = {
-        f"k={k}": whole_kernel(text, k // 128 * each_step, found["occupancy"], **outputs(number))
-        for k in (DEPTHS if each_step else ())
-    }
-    return {"kernels": launched_by, **found, "whole": whole}
+    if products(gpu, number):
+        found |= at_depths(
+            text, tile_of(macros), waves_of(kernel, macros), found["occupancy"], **outputs(number)
+        )
+    return {"kernels": launched_by, **found}
 
 
 def check_instructions(gpu: str, number: int) -> None:
