@@ -33,7 +33,7 @@ LARGEST = {
     "gfx942": instructions.bits_of(Format.E4M3FNUZ.maximum),
     "gfx950": instructions.bits_of(Format.E4M3FN.maximum),
 }
-TILES = ((32, 32), (64, 64), (64, 128), (128, 128), (256, 256))
+TILES = ((32, 32), (128, 32), (64, 64), (128, 64), (64, 128), (128, 128), (256, 256))
 # Whole rows of 64, 128, 192 and 256 columns, and blocks of 64 and 256, as they come and as FP8.
 NORMED = ((64, 0, 1, 64, 0, 0), (128, 0, 1, 128, 0, 0), (192, 1, 0, 192, 0, 0),
           (256, 0, 1, 256, 0, 0), (256, 1, 1, 256, 1, 0), (128, 0, 2, 128, 3, 1),
