@@ -33,6 +33,10 @@ constexpr int AFTER = DOWN > 2 ? TURNS / DOWN : 1;  // turns
 constexpr int LATE = TURNS > AFTER ? TURNS - AFTER - 1 : 0;
 // No register is left for a bias in the loop.
 constexpr bool IS_FULL = TILE_N == 256 && (SCALES == 1 || !PAST_REGISTERS);
+// Nor for the next scales beside what waits for local memory, a third product without its scales, and
+// the number of a row: else 8 registers would lie in scratch memory.
+constexpr bool LATE_SCALES = IS_FULL && SCALES == 1 && !PAST_REGISTERS;
+constexpr int BEHIND = LATE_SCALES ? 1 : 2;
 typedef unsigned int Stored __attribute__((ext_vector_type(2 * TOGETHER)));
 
 // The column of each 16 * TOGETHER that row `line` of the j-th fragment of b is. A lane of `multiply`
@@ -85,9 +89,7 @@ extern "C" __global__ __launch_bounds__(64 * WAVES) void scaled_gemm(
     int scales_of_a[DOWN], scales_of_b[ACROSS];
     unsigned next_scale = 0;
 #endif
-    const auto begin = [&](Words4* stage, int left) {  // of k, with this step
-        left_rows.begin(stage);
-        right_rows.begin(stage + TILE_M * PARTS);
+    const auto load_scales = [&](int left) {  // of k, with this step
 #if SCALES == 1
         const Buffer of_rows(next_scales, scale_bytes);
         for (int i = 0; i < DOWN; ++i)
@@ -108,6 +110,11 @@ extern "C" __global__ __launch_bounds__(64 * WAVES) void scaled_gemm(
         for (int j = 0; j < ACROSS; ++j)
             scales_of_b[j] = of_b.load_byte((wave_n + column_of(j, line)) * static_cast<unsigned>(b_scale_stride) + quarter);
 #endif
+    };
+    const auto begin = [&](Words4* stage, int left) {
+        left_rows.begin(stage);
+        right_rows.begin(stage + TILE_M * PARTS);
+        if (!LATE_SCALES) load_scales(left);
     };
     const auto advance = [&](int left) {  // of k, with the step that has begun
         const bool is_last = left <= STEP;
@@ -150,12 +157,12 @@ extern "C" __global__ __launch_bounds__(64 * WAVES) void scaled_gemm(
         further();
         keep_order();
 #if SCALES == 1
-        // Products without their scales, which are applied two products later: at once, they would
+        // Products without their scales, which are applied BEHIND products later: at once, they would
         // wait until the product is done.
-        Floats4 parts[3];
+        Floats4 parts[BEHIND + 1];
         const auto scale = [&](int done) {
             const int i = done / ACROSS, j = done % ACROSS;
-            if (done >= 0) sums[i][j] += parts[done % 3] * factors[i];
+            if (done >= 0) sums[i][j] += parts[done % (BEHIND + 1)] * factors[i];
         };
 #endif
 #pragma unroll  // registers have no index
@@ -172,9 +179,9 @@ extern "C" __global__ __launch_bounds__(64 * WAVES) void scaled_gemm(
             for (int j = 0; j < ACROSS; ++j) {
 #if SCALES == 1
                 const int number = i * ACROSS + j;
-                parts[number % 3] = multiply_lowered(right[j], left[i % AHEAD]);
+                parts[number % (BEHIND + 1)] = multiply_lowered(right[j], left[i % AHEAD]);
                 if (number == LATE) last();
-                scale(number - 2);
+                scale(number - BEHIND);
 #else
                 sums[i][j] = multiply_scaled(
                     right[j], left[i % AHEAD], sums[i][j], of_b[j], of_a[i]);
@@ -186,8 +193,7 @@ extern "C" __global__ __launch_bounds__(64 * WAVES) void scaled_gemm(
             keep_order();
         }
 #if SCALES == 1
-        scale(DOWN * ACROSS - 2);
-        scale(DOWN * ACROSS - 1);
+        for (int last = BEHIND; last > 0; --last) scale(DOWN * ACROSS - last);
 #endif
     };
     // Where less than a whole step is left: what lies behind it counts as 0, with scales of 1.
@@ -224,6 +230,7 @@ extern "C" __global__ __launch_bounds__(64 * WAVES) void scaled_gemm(
     Words4 *now = stages, *next = stages + (STAGES - 1) * STAGE;
     int left = k;  // with this step
     begin(now, left);
+    if (LATE_SCALES) load_scales(left);
     advance(left);
     put(now);
     wait();
@@ -232,8 +239,10 @@ extern "C" __global__ __launch_bounds__(64 * WAVES) void scaled_gemm(
         const auto first = [&] { begin(next, left - STEP); };
         const auto further = [&] { advance(left - STEP); };
         const auto last = [&] {
+            if (LATE_SCALES) keep_order();
             if (STAGES == 1) barrier();  // all have read what is overwritten
             put(next);
+            if (LATE_SCALES) load_scales(left - STEP);
             keep_order();
         };
         add(now, first, further, last);
@@ -265,8 +274,11 @@ extern "C" __global__ __launch_bounds__(64 * WAVES) void scaled_gemm(
             for (int t = 0; t < 4; ++t)
                 for (int i = 0; i < DOWN; ++i) sums[i][j][t] += number(of_bias[j][t]);
     }
+    int stored_row = thread;
+    if (LATE_SCALES) hide(stored_row);  // else the row would take a register of the loop
+    stored_row = wave_m + stored_row % 16;
     unsigned short* to =
-        out + static_cast<long>(first_m + own_row) * out_stride + first_n + own_column;
+        out + static_cast<long>(first_m + stored_row) * out_stride + first_n + own_column;
     const bool is_whole = rows == TILE_M && columns == TILE_N;
     const bool is_aligned = (reinterpret_cast<unsigned long>(out) | 2u * out_stride) % 16 == 0;
     Stored words[DOWN][ACROSS / TOGETHER];
@@ -285,7 +297,7 @@ extern "C" __global__ __launch_bounds__(64 * WAVES) void scaled_gemm(
         return;
     }
     for (int i = 0; i < DOWN; ++i, to += 16l * out_stride) {
-        if (own_row + 16 * i >= rows) break;
+        if (stored_row + 16 * i >= rows) break;
         for (int j = 0; j < ACROSS; ++j) {
             for (int t = 0; t < 4; ++t) {
                 const unsigned word = words[i][j / TOGETHER][2 * (j % TOGETHER) + t / 2];

@@ -78,22 +78,20 @@ TILES = {
 
 
 @functools.lru_cache(maxsize=256)
-def tile_for(m: int, n: int, compute_units: int, granularity: Granularity, fnuz: bool) -> Tile:
+def tile_for(m: int, n: int, compute_units: int, fnuz: bool) -> Tile:
     """The tile in which the busiest SIMD needs the fewest cycles, the larger one of equals.
 
     Args:
         m: Rows of the output.
         n: Columns of the output.
         compute_units: Of the GPU.
-        granularity: Of the scales of a.
-        fnuz: Whether its FP8 is that of gfx942, which lacks registers for the largest tile with
-            scales of 1x128.
+        fnuz: Whether its FP8 is that of gfx942.
     """
 
     def cycles(tile: Tile) -> int:
         return -(-blocks_of(tile, m, n) // compute_units) * TILES[tile][not fnuz]
 
-    return min(list(TILES)[fnuz and granularity is Granularity.GROUP :], key=cycles)
+    return min(TILES, key=cycles)
 
 
 def blocks_of(tile: Tile, m: int, n: int) -> int:
@@ -139,7 +137,7 @@ def _multiply(
     (m, k), n = a.shape, b.shape[1]
     check_pitches(a=a, b=b.t())
     fnuz = a.dtype is torch.float8_e4m3fnuz
-    tile = tile_for(m, n, jit.compute_units(a.get_device()), granularity, fnuz)
+    tile = tile_for(m, n, jit.compute_units(a.get_device()), fnuz)
     strides = (0, 0)
     if granularity is Granularity.GROUP:
         strides = a_scale.stride(1), b_scale.stride(1)
@@ -154,7 +152,7 @@ def _multiply(
 
 def _supports(granularity: Granularity, problem: Problem, device: Device) -> Support:
     fnuz = fp8_format(device) is Format.E4M3FNUZ
-    tile = tile_for(problem.m, problem.n, device.compute_units, granularity, fnuz)
+    tile = tile_for(problem.m, problem.n, device.compute_units, fnuz)
     blocks = blocks_of(tile, problem.m, problem.n) * tile.threads // THREADS
     why = why_not_operands(granularity, problem, device, blocks)
     if why is not None:
