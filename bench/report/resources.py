@@ -31,7 +31,7 @@ COLUMNS = {
     "mfma_share": "matrix_share",
 }
 # What is counted of a whole kernel, for each depth: cycles by what executes them, and the share of
-# matrix instructions in them. Triton's kernels are counted in their loops only.
+# matrix instructions in them.
 DEPTHS = ("k=256", "k=1024", "k=4096")
 WHOLE = ("matrix", "vector", "scalar", "local", "memory", "waits", "loop_waits", "share")
 # Columns that fit a terminal of 100 characters.

@@ -310,15 +310,17 @@ public:
         : from_(data - BEFORE, bytes + BEFORE) {
         for (int i = 0; i < COUNT; ++i) offsets_[i] = place(i) + BEFORE - shift(i);
     }
-    // The next time it begins so many bytes further; by `NOWHERE`, it reads nothing. Each lane has its
-    // whole offset: whether one that all lanes share counts against the end, the manual and the
-    // compiler's documentation disagree.
-    __device__ inline void begin(Words4* to, unsigned further) {
+    __device__ inline void begin(Words4* to) {
 #if defined(__gfx942__)
         for (int i = 0; i < COUNT; ++i) held_[i] = from_.load_16_bytes(offsets_[i]);
 #else
         copy<0>(to);
 #endif
+    }
+    // The next time it begins so many bytes further; by `NOWHERE`, it reads nothing. Each lane has its
+    // whole offset: whether one that all lanes share counts against the end, the manual and the
+    // compiler's documentation disagree.
+    __device__ inline void advance(unsigned further) {
         for (unsigned& offset : offsets_) offset += further;
     }
     __device__ inline void put(Words4* to) {

@@ -141,8 +141,10 @@ extern "C" __global__ __launch_bounds__(256) WAVES_AT_ONCE void gemm_norm(
     unsigned next_scale = 0;
     const auto begin = [&](Words4* stage) {
         left_rows.begin(stage);
+        left_rows.advance();
 #if !ALONE
         right_rows.begin(stage + TILE_M * PARTS);
+        right_rows.advance();
 #endif
 #if BY_GROUP
         const Buffer of_rows(next_scales, 4 * rows);

@@ -65,9 +65,10 @@ public:
               const int row = (wave * COUNT + i) * (WAVE / PARTS) + lane / PARTS;
               return product_of_24_bits(row_of(row), stride) + 16 * (lane % PARTS ^ row % PARTS);
           }) {}
-    // Where it is the last, the next one reads nothing.
-    __device__ inline void begin(Words4* stage, bool is_last = false) {
-        copies_.begin(stage + start_, is_last ? NOWHERE : static_cast<unsigned>(STEP));
+    __device__ inline void begin(Words4* stage) { copies_.begin(stage + start_); }
+    // To the next step. Behind the last one, it reads nothing.
+    __device__ inline void advance(bool is_last = false) {
+        copies_.advance(is_last ? NOWHERE : static_cast<unsigned>(STEP));
     }
     __device__ inline void put(Words4* stage) { copies_.put(stage + start_); }
     // For all but the LATER loads that a lane began last.

@@ -6,7 +6,7 @@
 // matrix instruction applies. What overflows of 1x128: RAISED in amd.hpp. Rows of d: any stride.
 //
 // A block of 4 waves, or of 8 where a tile has 256 columns, makes TILE_M x TILE_N sums, 128 of k at a
-// time. Local memory holds two steps: one is multiplied while the next comes.
+// time. One step in local memory is multiplied while the next comes, into a second stage or registers.
 //
 // Macros: TILE_M, TILE_N (multiples of 32), SCALES (0 of rows, 1 of 1x128, 2 of 1x32).
 #include "products.hpp"
@@ -22,11 +22,21 @@ constexpr int WAVE_M = TILE_M / WAVES_M, WAVE_N = TILE_N / WAVES_N;
 constexpr int DOWN = WAVE_M / 16, ACROSS = WAVE_N / 16;
 constexpr int TOGETHER = ACROSS > 1 ? 2 : 1;  // fragments of b whose sums a lane stores at once
 constexpr int STAGE = (TILE_M + TILE_N) * PARTS;  // places of a step
+// What passes registers waits there until the step before has been read. With one stage of local memory
+// instead of two, twice as many blocks fit a compute unit of gfx942, whose waves hide what comes late.
+constexpr int STAGES = PAST_REGISTERS ? 2 : 1;
 constexpr int AHEAD = DOWN > 1 ? 2 : 1;  // fragments of a, which take 128 cycles to come
-// Rows of products before what came in registers is put into local memory, and before the others wait
-// for it. It takes some 700 cycles to come; three rows of four products take 768 on gfx942.
-constexpr int LATE = DOWN > 2 ? DOWN - 1 : DOWN;
-constexpr bool IS_FULL = SCALES == 1 && TILE_N == 256;  // of what there is of registers
+// Instructions that do not wait for each other take turns. Behind which turn what came in registers is
+// put into local memory: late, as it takes some 700 cycles to come, but 128 before others read it.
+constexpr int TURNS = DOWN * (SCALES == 0 ? INSTRUCTIONS : ACROSS);
+constexpr int AFTER = DOWN > 2 ? TURNS / DOWN : 1;  // turns
+constexpr int LATE = TURNS > AFTER ? TURNS - AFTER - 1 : 0;
+// No register is left for a bias in the loop.
+constexpr bool IS_FULL = TILE_N == 256 && (SCALES == 1 || !PAST_REGISTERS);
+// Nor for the next scales beside what waits for local memory, a third product without its scales, and
+// the number of a row: else 8 registers would lie in scratch memory.
+constexpr bool LATE_SCALES = IS_FULL && SCALES == 1 && !PAST_REGISTERS;
+constexpr int BEHIND = LATE_SCALES ? 1 : 2;
 typedef unsigned int Stored __attribute__((ext_vector_type(2 * TOGETHER)));
 
 // The column of each 16 * TOGETHER that row `line` of the j-th fragment of b is. A lane of `multiply`
@@ -40,7 +50,7 @@ extern "C" __global__ __launch_bounds__(64 * WAVES) void scaled_gemm(
     const unsigned char* __restrict__ b, const Scale* __restrict__ b_scale,
     unsigned short* __restrict__ out, const unsigned short* __restrict__ bias, int m, int n, int k,
     int a_stride, int b_stride, int out_stride, int a_scale_stride, int b_scale_stride) {
-    __shared__ Words4 stages[2 * STAGE];
+    __shared__ Words4 stages[STAGES * STAGE];
     const unsigned tiles_m = (m + TILE_M - 1u) / TILE_M, tiles_n = (n + TILE_N - 1u) / TILE_N;
     const unsigned tile = tile_of(block_index(), tiles_m * tiles_n);
     const int first_m = tile / tiles_n * TILE_M, first_n = tile % tiles_n * TILE_N;
@@ -79,10 +89,7 @@ extern "C" __global__ __launch_bounds__(64 * WAVES) void scaled_gemm(
     int scales_of_a[DOWN], scales_of_b[ACROSS];
     unsigned next_scale = 0;
 #endif
-    const auto begin = [&](Words4* stage, int left) {  // of k, with this step
-        const bool is_last = left <= STEP;
-        left_rows.begin(stage, is_last);
-        right_rows.begin(stage + TILE_M * PARTS, is_last);
+    const auto load_scales = [&](int left) {  // of k, with this step
 #if SCALES == 1
         const Buffer of_rows(next_scales, scale_bytes);
         for (int i = 0; i < DOWN; ++i)
@@ -91,7 +98,7 @@ extern "C" __global__ __launch_bounds__(64 * WAVES) void scaled_gemm(
         const Buffer of_columns(column_scales, (k + STEP - 1) / STEP * 4);
         scales_of_b = float_of(of_columns.load_4_bytes(next_scale));
         next_scales += a_scale_stride;
-        scale_bytes = is_last ? 0 : scale_bytes;
+        scale_bytes = left <= STEP ? 0 : scale_bytes;
         next_scale += 4;
 #elif SCALES == 2
         const Buffer of_a(a_scale + static_cast<long>(first_m) * a_scale_stride + next_scale,
@@ -102,19 +109,36 @@ extern "C" __global__ __launch_bounds__(64 * WAVES) void scaled_gemm(
             scales_of_a[i] = of_a.load_byte((own_row + 16u * i) * a_scale_stride + quarter);
         for (int j = 0; j < ACROSS; ++j)
             scales_of_b[j] = of_b.load_byte((wave_n + column_of(j, line)) * static_cast<unsigned>(b_scale_stride) + quarter);
+#endif
+    };
+    const auto begin = [&](Words4* stage, int left) {
+        left_rows.begin(stage);
+        right_rows.begin(stage + TILE_M * PARTS);
+        if (!LATE_SCALES) load_scales(left);
+    };
+    const auto advance = [&](int left) {  // of k, with the step that has begun
+        const bool is_last = left <= STEP;
+        left_rows.advance(is_last);
+        right_rows.advance(is_last);
+#if SCALES == 2
         next_scale += is_last ? 0 : 4;
 #endif
     };
 
     Floats4 sums[DOWN][ACROSS] = {};
     // The product of a step. It calls `first` when its first fragments are on their way from local
-    // memory, and `last` before its last products. Fragments of a are read two rows ahead.
-    const auto add = [&](const Words4* stage, auto first, auto last) {
+    // memory, then `further`, and `last` behind product LATE. A product of 16 rows is too short to hide
+    // what `first` loads: it is called before fragments are read, and `further` while these come.
+    // Fragments of a are read two rows ahead.
+    const auto add = [&](const Words4* stage, auto first, auto further, auto last) {
         Words8 right[ACROSS], left[AHEAD];
-        for (int i = 0; i < AHEAD; ++i)
-            left[i] = fragment(stage, wave_m + 16 * i + line, quarter);
-        for (int j = 0; j < ACROSS; ++j)
-            right[j] = fragment(stage, TILE_M + wave_n + 16 * j + line, quarter);
+        const auto read = [&] {
+            for (int i = 0; i < AHEAD; ++i)
+                left[i] = fragment(stage, wave_m + 16 * i + line, quarter);
+            for (int j = 0; j < ACROSS; ++j)
+                right[j] = fragment(stage, TILE_M + wave_n + 16 * j + line, quarter);
+        };
+        if (DOWN > 1) read();
 #if SCALES == 1
         float factors[DOWN];
         for (int i = 0; i < DOWN; ++i) factors[i] = scales_of_a[i] * (scales_of_b * RAISED);
@@ -125,32 +149,39 @@ extern "C" __global__ __launch_bounds__(64 * WAVES) void scaled_gemm(
 #endif
         keep_order();
         first();
+        if (DOWN == 1) {
+            keep_order();
+            read();
+            keep_order();
+        }
+        further();
         keep_order();
 #if SCALES == 1
-        // Products without their scales, which are applied two products later: at once, they would
+        // Products without their scales, which are applied BEHIND products later: at once, they would
         // wait until the product is done.
-        Floats4 parts[3];
+        Floats4 parts[BEHIND + 1];
         const auto scale = [&](int done) {
             const int i = done / ACROSS, j = done % ACROSS;
-            if (done >= 0) sums[i][j] += parts[done % 3] * factors[i];
+            if (done >= 0) sums[i][j] += parts[done % (BEHIND + 1)] * factors[i];
         };
 #endif
 #pragma unroll  // registers have no index
         for (int i = 0; i < DOWN; ++i) {
-            if (i == LATE) last();
 #pragma unroll
 #if SCALES == 0  // instructions of one product wait for each other: those of several take turns
             for (int part = 0; part < INSTRUCTIONS; ++part) {
                 for (int j = 0; j < ACROSS; ++j)
                     sums[i][j] = multiply_part(right[j], left[i % AHEAD], sums[i][j], part);
                 keep_order();
+                if (i * INSTRUCTIONS + part == LATE) last();
             }
 #else
             for (int j = 0; j < ACROSS; ++j) {
 #if SCALES == 1
                 const int number = i * ACROSS + j;
-                parts[number % 3] = multiply_lowered(right[j], left[i % AHEAD]);
-                scale(number - 2);
+                parts[number % (BEHIND + 1)] = multiply_lowered(right[j], left[i % AHEAD]);
+                if (number == LATE) last();
+                scale(number - BEHIND);
 #else
                 sums[i][j] = multiply_scaled(
                     right[j], left[i % AHEAD], sums[i][j], of_b[j], of_a[i]);
@@ -162,10 +193,8 @@ extern "C" __global__ __launch_bounds__(64 * WAVES) void scaled_gemm(
             keep_order();
         }
 #if SCALES == 1
-        scale(DOWN * ACROSS - 2);
-        scale(DOWN * ACROSS - 1);
+        for (int last = BEHIND; last > 0; --last) scale(DOWN * ACROSS - last);
 #endif
-        if (LATE == DOWN) last();
     };
     // Where less than a whole step is left: what lies behind it counts as 0, with scales of 1.
     const auto end_tail = [&](Words4* stage, int left) {
@@ -198,15 +227,25 @@ extern "C" __global__ __launch_bounds__(64 * WAVES) void scaled_gemm(
     };
     if (!IS_FULL) load_bias();
 
-    Words4 *now = stages, *next = stages + STAGE;
+    Words4 *now = stages, *next = stages + (STAGES - 1) * STAGE;
     int left = k;  // with this step
     begin(now, left);
+    if (LATE_SCALES) load_scales(left);
+    advance(left);
     put(now);
     wait();
     if (left < STEP) end_tail(now, left);
     const auto turn = [&] {
         const auto first = [&] { begin(next, left - STEP); };
-        add(now, first, [&] { put(next); });
+        const auto further = [&] { advance(left - STEP); };
+        const auto last = [&] {
+            if (LATE_SCALES) keep_order();
+            if (STAGES == 1) barrier();  // all have read what is overwritten
+            put(next);
+            if (LATE_SCALES) load_scales(left - STEP);
+            keep_order();
+        };
+        add(now, first, further, last);
         wait();
         left -= STEP;
         Words4* const was = now;
@@ -217,7 +256,7 @@ extern "C" __global__ __launch_bounds__(64 * WAVES) void scaled_gemm(
     while (left >= STEP) turn();
     if (left > 0) {
         end_tail(now, left);
-        add(now, [] {}, [] {});
+        add(now, [] {}, [] {}, [] {});
     }
     for (auto& row : sums)
         for (Floats4& some : row) settle(some);
@@ -235,8 +274,11 @@ extern "C" __global__ __launch_bounds__(64 * WAVES) void scaled_gemm(
             for (int t = 0; t < 4; ++t)
                 for (int i = 0; i < DOWN; ++i) sums[i][j][t] += number(of_bias[j][t]);
     }
+    int stored_row = thread;
+    if (LATE_SCALES) hide(stored_row);  // else the row would take a register of the loop
+    stored_row = wave_m + stored_row % 16;
     unsigned short* to =
-        out + static_cast<long>(first_m + own_row) * out_stride + first_n + own_column;
+        out + static_cast<long>(first_m + stored_row) * out_stride + first_n + own_column;
     const bool is_whole = rows == TILE_M && columns == TILE_N;
     const bool is_aligned = (reinterpret_cast<unsigned long>(out) | 2u * out_stride) % 16 == 0;
     Stored words[DOWN][ACROSS / TOGETHER];
@@ -255,7 +297,7 @@ extern "C" __global__ __launch_bounds__(64 * WAVES) void scaled_gemm(
         return;
     }
     for (int i = 0; i < DOWN; ++i, to += 16l * out_stride) {
-        if (own_row + 16 * i >= rows) break;
+        if (stored_row + 16 * i >= rows) break;
         for (int j = 0; j < ACROSS; ++j) {
             for (int t = 0; t < 4; ++t) {
                 const unsigned word = words[i][j / TOGETHER][2 * (j % TOGETHER) + t / 2];

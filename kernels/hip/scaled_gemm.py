@@ -64,14 +64,22 @@ class Tile(NamedTuple):
         return 2 * THREADS if self.n > 128 else THREADS
 
 
-# From the largest on the first that gives every compute unit a block: what 128 x 128 sums read is a
-# quarter of what they read in tiles of 32 x 32. None of it was measured. The first is for gfx950:
-# its two steps take 128 KB of local memory.
-TILES = (Tile(256, 256), Tile(128, 128), Tile(64, 128), Tile(64, 64), Tile(32, 32))
+# Cycles of a SIMD for a block, on gfx942 and on gfx950: counted with rowwise scales at k = 1024
+# (kernels/hip/resources.json), never measured. Those of other scales and k have similar ratios.
+TILES = {
+    Tile(256, 256): (47692, 25844),
+    Tile(128, 128): (13490, 7870),
+    Tile(64, 128): (8010, 5096),
+    Tile(128, 64): (7974, 5032),
+    Tile(64, 64): (4659, 3338),
+    Tile(128, 32): (5055, 3622),
+    Tile(32, 32): (2120, 1940),
+}
 
 
+@functools.lru_cache(maxsize=256)
 def tile_for(m: int, n: int, compute_units: int, fnuz: bool) -> Tile:
-    """The tile of a product.
+    """The tile in which the busiest SIMD needs the fewest cycles, the larger one of equals.
 
     Args:
         m: Rows of the output.
@@ -79,10 +87,11 @@ def tile_for(m: int, n: int, compute_units: int, fnuz: bool) -> Tile:
         compute_units: Of the GPU.
         fnuz: Whether its FP8 is that of gfx942.
     """
-    for tile in TILES[fnuz:]:
-        if blocks_of(tile, m, n) >= compute_units and tile.n <= max(32, 2 * n):
-            return tile
-    return TILES[-1]
+
+    def cycles(tile: Tile) -> int:
+        return -(-blocks_of(tile, m, n) // compute_units) * TILES[tile][not fnuz]
+
+    return min(TILES, key=cycles)
 
 
 def blocks_of(tile: Tile, m: int, n: int) -> int:

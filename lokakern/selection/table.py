@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, NamedTuple
@@ -14,6 +15,7 @@ from lokakern.problems import PADDED, baseline_name
 from lokakern.registry.register import FP8_GPUS, KERNELS, Kernel, kernels_for
 from lokakern.sampled_check import Watch
 from lokakern.selection.candidates import Candidate, Time
+from lokakern.selection.counted import counted_cycles
 from lokakern.selection.measured_neighbors import sizes_of
 from lokakern.selection.ties import TOGETHER, Timed, break_tie, may_tie
 from lokakern.types import Device, ErrorBudget, Granularity, Problem, alignment_of
@@ -441,21 +443,41 @@ class Table:
                 )
                 why = functools.partial(str, missing)
 
-        def order(kernel: Kernel) -> tuple[bool, bool, int, bool, str]:
+        def cycles(kernel: Kernel) -> float:
+            if kernel.accumulation == "fast":  # sums are promoted unless a measured time is better
+                return math.inf
+            return counted_cycles(kernel.name, problem, self.device)
+
+        def order(kernel: Kernel) -> tuple[bool, float, bool, int, bool, str]:
             is_unmeasured = self.device.architecture in kernel.unmeasured
             # Quantizes a column-major matrix in one launch instead of four.
             is_apart = problem.b is not None or TOGETHER not in kernel.name
             return (
-                kernel.language == "torch", is_unmeasured, len(kernel.parts), is_apart, kernel.name
+                kernel.language == "torch", cycles(kernel), is_unmeasured, len(kernel.parts),
+                is_apart, kernel.name,
             )  # fmt: skip
 
-        kernels = kernels_for(problem.op, self.device) if self.callable_here else ()
-        for kernel in sorted(kernels, key=order):
-            if not kernel.libraries and kernel.lacks(self.needs) is None:
-                candidate = _unmeasured(kernel.name, kernel)
-                if self._refusal(candidate, problem) is None:
-                    return Pick(candidate, why_missed=why, why_rejected=rejected)
-        return Pick(None, why_missed=why, why_rejected=rejected)
+        def legal() -> Iterator[Kernel]:
+            kernels = kernels_for(problem.op, self.device) if self.callable_here else ()
+            for kernel in sorted(kernels, key=order):
+                if kernel.libraries or kernel.lacks(self.needs) is not None:
+                    continue
+                if self._refusal(_unmeasured(kernel.name, kernel), problem) is None:
+                    yield kernel
+
+        def with_counts() -> str:
+            counts = [(cycles(kernel), kernel.name) for kernel in legal()]
+            words = [f"{name} {count:.3g}" for count, name in counts if math.isfinite(count)]
+            return f"{why()}; by cycles counted from instructions, not measured: {', '.join(words)}"
+
+        kernel = next(legal(), None)
+        if kernel is None:
+            return Pick(None, why_missed=why, why_rejected=rejected)
+        is_counted = math.isfinite(cycles(kernel))
+        return Pick(
+            _unmeasured(kernel.name, kernel), why_missed=with_counts if is_counted else why,
+            why_rejected=rejected,
+        )  # fmt: skip
 
     def _miss_words(self, m: int) -> str:
         if self.origin is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import json
 import math
 import os
 import re
@@ -28,6 +29,7 @@ from lokakern import hip, jit, numerics
 from lokakern.errors import CompilationError, LaunchError
 from lokakern.hip import HipLaunch, Program
 from lokakern.kernels.hip import dequantize, gemm_norm, quantize, scaled_gemm
+from lokakern.kernels.hip.scaled_gemm import Tile
 from lokakern.measure.norm_errors import norm_kernel_error
 from lokakern.measure.norm_operands import operands_of
 from lokakern.measure.time_problem import contender_of
@@ -252,6 +254,7 @@ def test_dequantize_rounds_once(gpu: str, width: int, form: Format, tmp_path: Pa
 
 # --- products
 
+SQUARE = Tile(64, 64)
 PRODUCTS = (
     (1, 8, 16), (3, 24, 13), (70, 40, 300), (33, 17, 39), (64, 64, 128), (65, 130, 200),
     (128, 48, 144), (5, 1, 640), (130, 33, 257), (64, 128, 384), (1, 1, 1), (97, 71, 511),
@@ -275,8 +278,8 @@ def in_nan(q: QuantizedTensor, *, holds_nan: bool = False) -> QuantizedTensor:
 
 
 def product(
-    path: Path, gpu: str, scales: str, m: int, n: int, k: int, tmp_path: Path, tile: int,
-    *, reverse: bool, with_bias: bool, aligned: bool = False,
+    path: Path, gpu: str, scales: str, m: int, n: int, k: int, tmp_path: Path,
+    tile: Tile = SQUARE, *, reverse: bool, with_bias: bool, aligned: bool = False,
 ) -> float:  # fmt: skip
     """Kernel error of one product, of aligned rows or not; what it must leave alone is checked."""
     torch.manual_seed(m * n + k)
@@ -302,10 +305,10 @@ def product(
 
 
 def multiplied(
-    path: Path, left: QuantizedTensor, right: QuantizedTensor, bias: Tensor | None, tile: int,
+    path: Path, left: QuantizedTensor, right: QuantizedTensor, bias: Tensor | None, tile: Tile,
     tmp_path: Path, *, reverse: bool = False, out_pitch: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """Output ``[m, n]`` of a program for rows of both operands, ``tile`` of each per tile."""
+    """Output ``[m, n]`` of a program for rows of both operands, which makes such tiles."""
     (m, k), n = left.shape, right.shape[0]
     out_pitch = n + 3 if out_pitch is None else out_pitch
     assert left.scale is not None and right.scale is not None
@@ -317,7 +320,7 @@ def multiplied(
     strides = {Granularity.ROW: [0, 0], Granularity.GROUP: [m, groups],
                Granularity.MX: [groups, groups]}[left.granularity]  # fmt: skip
     found = launch(
-        path, -(-m // tile) * -(-n // tile), [*buffers, *([bias] if bias is not None else [])],
+        path, scaled_gemm.blocks_of(tile, m, n), [*buffers, *([bias] if bias is not None else [])],
         [m, n, k, pitch, pitch, out_pitch, *strides], tmp_path, reverse=reverse,
     )[4]  # fmt: skip
     assert (found[:, n:] == 7).all(), "it writes between the rows"
@@ -331,8 +334,8 @@ def whole_rows(q: QuantizedTensor) -> Tensor:
     return q.data.as_strided((rows, pitch), (pitch, 1)).contiguous()
 
 
-def macros_of(scales: str, tile: int = 64) -> dict[str, int]:
-    return {"TILE_M": tile, "TILE_N": tile, "SCALES": list(SCALES).index(scales)}
+def macros_of(scales: str, tile: Tile = SQUARE) -> dict[str, int]:
+    return {"TILE_M": tile.m, "TILE_N": tile.n, "SCALES": list(SCALES).index(scales)}
 
 
 KINDS_ON_GPUS = [(g, s) for g in FORMATS for s in SCALES if (g, s) != ("gfx942", "mx")]
@@ -343,24 +346,28 @@ def test_scaled_gemm_is_correct(gpu: str, scales: str, tmp_path: Path) -> None:
     macros = macros_of(scales)
     path = program("scaled_gemm", gpu, macros, folder())
     for number, (m, n, k) in enumerate(PRODUCTS):
-        error = product(path, gpu, scales, m, n, k, tmp_path, 64, reverse=bool(number % 2),
+        error = product(path, gpu, scales, m, n, k, tmp_path, reverse=bool(number % 2),
                         with_bias=number % 3 == 0, aligned=number % 2 == 0)  # fmt: skip
         assert error <= 1.0, (m, n, k)
 
 
 @pytest.mark.parametrize(
     ("gpu", "scales", "tile"),
-    [("gfx942", "group", 128), ("gfx950", "group", 128), ("gfx950", "mx", 32),
-     ("gfx950", "row", 256), ("gfx950", "group", 256), ("gfx950", "mx", 256)],
+    [("gfx942", "group", (128, 128)), ("gfx950", "group", (128, 128)),
+     ("gfx942", "group", (32, 32)), ("gfx950", "mx", (32, 32)), ("gfx942", "group", (128, 32)),
+     ("gfx950", "mx", (128, 32)), ("gfx942", "row", (128, 64)), ("gfx942", "group", (256, 256)),
+     ("gfx942", "row", (256, 256)),
+     ("gfx950", "row", (256, 256)), ("gfx950", "group", (256, 256)), ("gfx950", "mx", (256, 256))],
 )  # fmt: skip
 def test_scaled_gemm_is_correct_with_other_tiles(
-    gpu: str, scales: str, tile: int, tmp_path: Path
+    gpu: str, scales: str, tile: tuple[int, int], tmp_path: Path
 ) -> None:
-    path = program("scaled_gemm", gpu, macros_of(scales, tile), folder())
+    of = Tile(*tile)
+    path = program("scaled_gemm", gpu, macros_of(scales, of), folder())
     for number, (m, n, k) in enumerate(
-        ((200, 140, 300), (130, 260, 127), (33, 17, 129), (tile, tile + 5, 256))
+        ((200, 140, 300), (130, 260, 127), (33, 17, 129), (of.m, of.n + 5, 256))
     ):
-        error = product(path, gpu, scales, m, n, k, tmp_path, tile, reverse=bool(number % 2),
+        error = product(path, gpu, scales, m, n, k, tmp_path, of, reverse=bool(number % 2),
                         with_bias=number == 0, aligned=number == 3)  # fmt: skip
         assert error <= 1.0, (m, n, k)
 
@@ -414,7 +421,7 @@ def test_scales_are_applied_one_after_the_other(
                                Granularity.NONE, tmp_path)  # fmt: skip
             assert isinstance(found, Tensor)
         else:
-            found = multiplied(path, left, right, None, 64, tmp_path)
+            found = multiplied(path, left, right, None, SQUARE, tmp_path)
         of_a, of_b = (some.scale.float()[0, 0] for some in (left, right) if some.scale is not None)
         expected = (codes[0] @ codes[1].t() * of_a * of_b).bfloat16()
         assert expected.any(), "all of it underflows"
@@ -456,7 +463,7 @@ def test_dropped_terms_are_found(what: str, tmp_path: Path) -> None:
     errors = []
     for reverse in (False, True):
         try:
-            errors.append(product(path, "gfx950", scales, 70, 40, 300, tmp_path, 64,
+            errors.append(product(path, "gfx950", scales, 70, 40, 300, tmp_path,
                                   reverse=reverse, with_bias=False))  # fmt: skip
         except AssertionError as found:  # what a sanitizer says
             assert "AddressSanitizer" in str(found)
@@ -913,8 +920,8 @@ def launch_on_meta(name: str, problem: Problem) -> None:
         ("quantize_mx", 1, 40, (8, 1)), ("dequantize_tensor", 1, 200, (13, 1)),
         ("dequantize_row", 1, 40, (3, 1)), ("dequantize_group", 1, 140, (9, 1)),
         ("dequantize_block", 1, 70, (5, 1)), ("dequantize_mx", 1, 40, (3, 1)),
-        ("scaled_gemm_row", 8, 16, (256, 32)), ("scaled_gemm_block", 300, 16, (1024, 256)),
-        ("scaled_gemm_mx", 8, 16, (256, 32)), ("gemm_norm_row", 64, 16, (256, 64)),
+        ("scaled_gemm_row", 300, 16, (768, 128)), ("scaled_gemm_block", 300, 16, (768, 128)),
+        ("scaled_gemm_mx", 300, 16, (768, 128)), ("gemm_norm_row", 64, 16, (256, 64)),
         ("gemm_norm_block", 8, 16, (256, 64)),
     ],
 )  # fmt: skip
@@ -966,11 +973,28 @@ def test_sizes_beyond_32_bits_are_rejected(what: str) -> None:
         assert re.search("in 32 bits|fewer than 8388608 bytes", answer.reason), name
 
 
-def test_the_largest_tile_needs_the_local_memory_of_gfx950() -> None:
-    assert scaled_gemm.tile_for(32768, 1024, 256, fnuz=False) == (256, 256)
-    assert scaled_gemm.tile_for(32768, 1024, 304, fnuz=True) == (128, 128)
-    assert scaled_gemm.tile_for(8192, 1024, 256, fnuz=False) == (128, 128)  # one for each unit
-    assert scaled_gemm.tile_for(1 << 20, 100, 256, fnuz=False) == (128, 128)
+def test_tiles_need_the_fewest_counted_cycles() -> None:
+    """Of the busiest compute unit."""
+    tile_for = scaled_gemm.tile_for
+    for n, tile in ((1024, (256, 256)), (64, (128, 64)), (16, (128, 32))):
+        assert tile_for(1 << 20, n, 256, fnuz=False) == tile
+        assert tile_for(1 << 20, n, 304, fnuz=True) == tile
+    # 512 blocks of 128 x 128 take two rounds, 128 of 256 x 256 one, which is longer.
+    assert tile_for(8192, 1024, 256, fnuz=False) == (128, 128)
+    # 256 blocks of 64 x 64 take one round, 1024 of 32 x 32 four, each almost half as long.
+    assert tile_for(2048, 512, 304, fnuz=True) == (64, 64)
+    assert tile_for(64, 16, 304, fnuz=True) == (32, 32)
+
+
+def test_cycles_of_tiles_are_those_that_are_counted() -> None:
+    recorded = json.loads((KERNELS_FOLDER / "resources.json").read_text())
+    for tile, cycles in scaled_gemm.TILES.items():
+        name = f"scaled_gemm TILE_M={tile.m} TILE_N={tile.n} SCALES=0"
+        for gpu, expected in zip(("gfx942", "gfx950"), cycles, strict=True):
+            found = recorded[gpu][name]
+            spent = sum(found["whole"]["k=1024"][kind] for kind in
+                        ("matrix", "vector", "scalar", "local", "memory", "waits"))  # fmt: skip
+            assert spent * found["waves"] // 4 == expected, (gpu, tile)
 
 
 def test_rows_too_far_apart_raise_at_the_launch() -> None:

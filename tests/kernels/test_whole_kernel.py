@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.whole_kernel import whole_kernel
+from tests.support.whole_kernel import at_depths, whole_kernel
 
 FP8 = "v_mfma_f32_16x16x32_fp8_fp8"
 # The first branch is the wave's: the shorter way jumps. The last is its lanes': some store.
@@ -75,6 +75,15 @@ def test_products_outside_the_loop_take_turns_from_it() -> None:
     program = PROGRAM.replace("; %bb.4:\n", f"; %bb.4:\n\t{FP8} v[0:3], v[4:5], v[6:7], v[0:3]\n")
     found = whole_kernel(program, 4, 1)
     assert (found["matrix"], found["local"]) == (4 * 16, 3 * 8)
+
+
+def test_products_follow_from_the_tile_and_the_depth() -> None:
+    """Two waves make 32 x 32 sums: two of 16 x 16 each, for 32 of k at a time."""
+    found = at_depths(PROGRAM, (32, 32), 2, 1)
+    assert (found["tile"], found["waves"]) == ([32, 32], 2)
+    assert {k: whole["matrix"] for k, whole in found["whole"].items()} == {
+        f"k={k}": k // 32 * 2 * 16 for k in (256, 1024, 4096)
+    }
 
 
 # Behind the loop: a whole wave stores, or jumps over it, as where a tile has no rows.

@@ -60,6 +60,7 @@ def rocm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     def forget() -> None:
         current_device.cache_clear()
         current_environment.cache_clear()
+        device.devices_here.cache_clear()
         _device_fp8.cache_clear()
         dispatcher.use_snapshot(None)
 

@@ -36,6 +36,7 @@ from lokakern.problems import make_problem
 from lokakern.registry.architectures import claimed, limit
 from lokakern.types import Device
 from tests.support import machine_code
+from tests.support.whole_kernel import at_depths
 
 TARGETS = {
     "sm_89": GPUTarget("cuda", 89, 32),
@@ -52,9 +53,9 @@ TARGETS = {
 class Case:
     """One kernel with the arguments a launcher gives it.
 
-    `may_spill` are bytes of a thread on NVIDIA; on AMD scalar registers, which go to lanes of a
-    vector register. `kernels` are the registered ones that launch it, where that is not the one
-    whose name comes first.
+    `tile` are the sums of a program that multiplies FP8. `may_spill` are bytes of a thread on
+    NVIDIA; on AMD scalar registers, which go to lanes of a vector register. `kernels` are the
+    registered ones that launch it, where that is not the one whose name comes first.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Case:
     num_stages: int
     may_spill: int = 0
     kernels: tuple[str, ...] = ()
+    tile: tuple[int, int] | None = None
     is_registered: bool = True
 
     @property
@@ -151,7 +153,7 @@ def gemm_cases(target: str) -> Iterator[Case]:
             (1024, k, k, k, 1024, scale_stride), 1,
             (kind, promoted, True, k % tile.block_k == 0,
              tile.block_m, tile.block_n, tile.block_k, depth),
-            tile.num_warps, depth,
+            tile.num_warps, depth, tile=(tile.block_m, tile.block_n),
         )  # fmt: skip
 
 
@@ -209,6 +211,7 @@ def norm_cases(target: str) -> Iterator[Case]:
              columns == tile.part_n * tile.parts, k % tile.block_k == 0,
              tile.block_m, tile.part_n, tile.parts, tile.block_k, tile.num_stages),
             tile.num_warps, tile.num_stages, 64 if tile.parts > 2 else 0,
+            tile=None if kind == "none" else (tile.block_m, tile.part_n * tile.parts),
         )  # fmt: skip
     for norm, span, columns, source, last, residual, scales in NORMS:
         height, width, num_warps = quantize.row_tile(columns)
@@ -274,6 +277,13 @@ def compile_case(target: str, case: Case) -> dict[str, Any]:
         return found | read_nvidia(target, compiled.asm)
     gcn = compiled.asm["amdgcn"]
     taken = machine_code.resources(gcn, target, compiled.metadata.shared)
+    if case.tile is not None:
+        lane = case.tile[0] * case.tile[1] // (case.num_warps * machine_code.WAVE)
+        size = {"*bf16": 2, "*fp32": 4}.get(str(case.pointers[4]), 1)
+        taken |= at_depths(
+            gcn, case.tile, case.num_warps, taken["occupancy"],
+            stored=lane * size, converted=lane if size == 1 else 0,
+        )  # fmt: skip
     return found | read_amd(gcn) | {"resources": taken}
 
 

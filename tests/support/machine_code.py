@@ -206,15 +206,24 @@ def matrix_cycles(instruction: str) -> float:
     bfloat16 counts as two. MI350X makes twice as many (2048, 1024), but only by the instructions it
     adds, whose lanes hold more than 8 bytes of an operand; it takes as long as MI300X for others.
     """
+    m, n, k, size = matrix_shape(instruction)
+    rate = 512 if m * k * size <= 8 * WAVE else 1024
+    return m * n * k * size / rate
+
+
+def matrix_shape(instruction: str) -> tuple[int, int, int, int]:
+    """Its m, n and k, and the bytes of an element of an operand.
+
+    Raises:
+        ValueError: The name is none of those known.
+    """
     found = re.fullmatch(
         r"v_mfma_(?:scale_)?f32_(\d+)x(\d+)x(\d+)_?(f8f6f4|bf16|f16|fp8|bf8)(?:_.*)?", instruction
     )
     if found is None:
         raise ValueError(f"no rate is known of {instruction}")
     m, n, k = map(int, found.groups()[:3])
-    size = TYPES[found[4]]
-    rate = 512 if m * k * size <= 8 * WAVE else 1024
-    return m * n * k * size / rate
+    return m, n, k, TYPES[found[4]]
 
 
 def local_bytes_of(instruction: str) -> float:

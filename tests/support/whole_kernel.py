@@ -21,12 +21,15 @@ from tests.support.machine_code import (
     blocks_of,
     cycles,
     instructions_of,
+    main_loop,
     main_loop_blocks,
     matrices,
+    matrix_shape,
     stored_bytes_of,
 )
 
-PAIR_TO_FP8 = "v_cvt_pk_fp8_f32"
+PAIR_TO_FP8 = ("v_cvt_pk_fp8_f32", "v_cvt_scalef32_pk_fp8_f32")
+DEPTHS = (256, 1024, 4096)  # k for which whole kernels are counted
 KINDS = {"v_mfma_": "matrix", "v_": "vector", "s_": "scalar", "ds_": "local"}  # else memory
 # Cycles from an instruction to its result. Assumed, of the order of published measurements: main
 # memory and local memory without conflicts. Caches are faster.
@@ -69,6 +72,28 @@ def whole_kernel(
     if more or turns < 0:
         raise ValueError(f"turns of {each} products and {once} outside do not make {products}")
     return _count(before, turn, turns, behind, occupancy)
+
+
+def at_depths(
+    text: str, tile: tuple[int, int], waves: int, occupancy: int, **outputs: int
+) -> dict[str, Any]:
+    """What a kernel that multiplies takes at some k, and the tile that this is for.
+
+    Args:
+        text: Assembly of one kernel.
+        tile: Sums of a block.
+        waves: Of a block.
+        occupancy: Waves of a SIMD.
+        outputs: As of `whole_kernel`.
+    """
+    (instruction,) = set(matrices(main_loop(blocks_of(text)) or []))
+    m, n, k, _ = matrix_shape(instruction)
+    each = tile[0] * tile[1] // (m * n * waves)  # for k of the instruction
+    counted = {
+        f"k={depth}": whole_kernel(text, depth // k * each, occupancy, **outputs)
+        for depth in DEPTHS
+    }
+    return {"tile": list(tile), "waves": waves, "whole": counted}
 
 
 def _executed(blocks: list[Block], path: Iterable[int]) -> list[str]:

@@ -55,10 +55,11 @@ def test_matrix_instructions_are_in_loops_and_scratch_is_unused() -> None:
             assert row["matrix"] is None and row["mfma_share"] is None, row
 
 
-def test_whole_kernels_are_counted_where_hip_multiplies() -> None:
+def test_whole_kernels_are_counted_where_they_multiply_fp8() -> None:
     for row in resources.resource_rows():
         shares = [row[f"share_k{k}"] for k in (256, 1024, 4096)]
-        if not row["kernel"].startswith(tuple(f"hip.{name}" for name in PRODUCTS)):
+        multiplies = row["kernel"].partition(".")[2].startswith(PRODUCTS)
+        if not multiplies or row["kernel"].endswith("bf16"):
             assert shares == [None] * 3, row
             continue
         assert 0 < shares[0] < shares[1] < shares[2] < row["mfma_share"], row
@@ -66,7 +67,8 @@ def test_whole_kernels_are_counted_where_hip_multiplies() -> None:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "tile", "least"), [("gfx942", 128, 0.60), ("gfx950", 256, 0.65)]
+    ("architecture", "tile", "least"),
+    [("gfx942", 128, 0.62), ("gfx942", 256, 0.69), ("gfx950", 256, 0.65)],
 )
 def test_most_cycles_of_the_largest_tile_multiply(
     architecture: str, tile: int, least: float
@@ -99,6 +101,7 @@ def test_products_take_two_fifths_of_norms_of_256_columns(architecture: str) -> 
 @pytest.mark.parametrize(
     ("architecture", "kernel", "variant", "least"),
     [("gfx942", "scaled_gemm_block", "TILE_M=128 TILE_N=128", 0.53),
+     ("gfx942", "scaled_gemm_block", "TILE_M=256 TILE_N=256", 0.60),
      ("gfx950", "scaled_gemm_block", "TILE_M=256 TILE_N=256", 0.50),
      ("gfx942", "gemm_norm_block", "TILE_N=256", 0.53),
      ("gfx950", "gemm_norm_block", "TILE_N=256", 0.41),
