@@ -119,6 +119,7 @@ def test_forms_under_autocast_are_those_of_bfloat16(n: int) -> None:
         assert calls_of(compiled(model), x.requires_grad_()) == (n > 1)
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("transposes", [False, True])
 def test_a_compiler_does_not_round_sums_for_a_bias_of_float32(transposes: bool) -> None:
     layer = linear().float()
@@ -273,6 +274,7 @@ print(type(y.grad_fn).__name__, layer.form)
 """
 
 
+@pytest.mark.rest
 def test_a_form_of_a_file_is_a_constant_for_a_compiler() -> None:
     words = [sys.executable, "-c", LOADED, pickle.dumps(linear()).hex()]
     done = subprocess.run(words, capture_output=True, text=True, check=False)

@@ -305,6 +305,7 @@ def _hook(*_given: object) -> None:
     return None
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize(
     ("change", "count"),
     [
@@ -427,6 +428,7 @@ def test_an_exported_model_may_be_trained() -> None:
     assert exported.get_parameter("0.bias").grad is not None
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize("norm", ["layer", "rms", "rms eps"])
 def test_dynamic_rows(norm: str) -> None:
     model = model_of(
@@ -468,6 +470,7 @@ class Doubled(nn.Module):
         return 2 * self.model(x).cos()
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize(
     ("last", "is_generated"), [("relu", False), *((last, True) for last in LAST)]
 )

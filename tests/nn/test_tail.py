@@ -372,6 +372,7 @@ def test_a_relu_in_a_product_looks_at_all_that_reads_it(run: Callable[[Any, Tens
 # --- values
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize("relus", [False, True])
 @pytest.mark.parametrize(("run", "names"), STYLES)
 def test_gradients_are_as_exact_as_those_of_the_modules(
@@ -390,6 +391,7 @@ def test_gradients_are_as_exact_as_those_of_the_modules(
         assert (one - right).norm() / size <= 1.3 * (other - right).norm() / size + 2e-3
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("relus", [False, True])
 def test_the_bits_are_those_of_a_sequence(relus: bool) -> None:
     def run(s: Any, x: Tensor) -> Any:
@@ -482,6 +484,7 @@ def _hook(*_given: object) -> None:
     return None
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize(
     ("change", "count"),
     [
@@ -538,6 +541,7 @@ def trained_freely(model: nn.Module, x: Tensor) -> list[Tensor]:
     return [y.detach().double(), *gradients(model, x)]
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize("name", ["register_full_backward_hook", "register_full_backward_pre_hook"])
 @pytest.mark.parametrize("child", ["fc", "norm", "relu", "deep"])
 def test_hooks_of_a_compiled_backward_pass_run(name: str, child: str) -> None:
@@ -773,6 +777,7 @@ def test_equal_modules_that_are_compiled_one_by_one_share_a_graph() -> None:
     assert counter.frame_count == 3
 
 
+@pytest.mark.rest
 def test_many_classes_that_are_compiled_one_by_one() -> None:
     """Dynamo compiles one code 8 times at most."""
     x, counter = rows(32), CompileCounterWithBackend("eager")
@@ -793,6 +798,7 @@ def test_an_exported_model_may_be_trained(is_strict: bool) -> None:
     assert exported.get_parameter("fc.bias").grad is not None
 
 
+@pytest.mark.rest
 def test_copies_and_pickles_and_states() -> None:
     model, x = block(of_all), rows(32).requires_grad_()
     keys = list(Block(of_all).state_dict())
