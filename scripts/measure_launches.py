@@ -56,7 +56,7 @@ def by_cuda_core(name: str, tensors: list[Tensor], scalars: list[int]) -> Callab
     kernel = ObjectCode.from_cubin(code_of(name)).get_kernel(name)
     config = LaunchConfig(grid=GRID, block=THREADS, programmatic_stream_serialization=True)
     streams: dict[int, Any] = {}  # torch's handles
-    views = [StridedMemoryView(wide(), stream_ptr=-1) for _ in range(MAPS[name])]
+    views = [StridedMemoryView.from_dlpack(wide(), stream_ptr=-1) for _ in range(MAPS[name])]
     made = [view.as_tensor_map(BOX) for view in views]
 
     def call() -> None:
