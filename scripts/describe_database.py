@@ -43,7 +43,8 @@ def text() -> str:
         *(_table(name, table) for name, table in TABLES.items()),
         "## Manifest",
         f"`export FILE` writes `FILE{ENDING}` beside it, an object of JSON with these fields and "
-        "no others; `import FILE` refuses a file whose manifest says something else. The checksum "
+        "no others. Commands that read the files of others refuse FILE if its manifest says "
+        "something else, and remove the manifest of a file that they add rows to. The checksum "
         "finds damage; it is no signature.",
         _rows(("field", "type", "what"), [
             (f"`{name}`", _JSON_TYPES.get(get_origin(hint.__origin__) or hint.__origin__, "text"),
