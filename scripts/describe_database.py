@@ -41,6 +41,12 @@ def text() -> str:
         f"Every row has a `key`: {TABLES['run'].c.key.doc}. Rows that others refer to have an "
         f"`id`: {TABLES['run'].c.id.doc}.",
         *(_table(name, table) for name, table in TABLES.items()),
+        "## Gains",
+        "A gain of a kernel is over the fastest of torch.bf16 and torch.bf16_padded at the same "
+        "problem, device and regime. Where rows are not aligned (n or k is no multiple of 8) and "
+        "torch.bf16_padded has no time, the file has no baseline: torch.bf16 takes up to 5 times "
+        "as long there. The query `fastest` of `explore` (`bench/explorer/queries.py`) computes "
+        "gains so; errors count for dispatch from three seeds on.",
         "## Manifest",
         f"`export FILE` writes `FILE{ENDING}` beside it, an object of JSON with these fields and "
         "no others. Commands that read the files of others refuse FILE if its manifest says "
