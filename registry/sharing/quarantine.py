@@ -124,7 +124,11 @@ def trusted_rows(
 
 
 def settle(
-    quarantined: QuarantinedFile, database: Path, accepted: Rows, left: Rows, known: Rows
+    quarantined: QuarantinedFile,
+    database: Path,
+    accepted: Rows,
+    left: Rows,
+    known: Rows | None = None,
 ) -> None:
     """Move rows of an import into its database; the rest stays in quarantine.
 
@@ -144,7 +148,7 @@ def settle(
     """
     with locked(database) as place:
         _check_quarantined(quarantined)
-        moved = [accepted] if paths.shipped_with(place) else [accepted, known]
+        moved = [accepted, *([known] if known and not paths.shipped_with(place) else [])]
         moved = [rows for rows in moved if any(rows[name] for name in FACTS)]
         with private_folder() as folder:
             parts = []
