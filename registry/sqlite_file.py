@@ -117,8 +117,13 @@ def check_header(path: Path, name: str) -> int:
             f"database {name} is {status.st_size} bytes; its header says {expected_bytes}; it was "
             f"cut off or is still being written; {REMAKE}"
         )
-    if header[18:20] != b"\1\1":
+    if header[18:20] == b"\2\2":
         raise _unfinished(name, "a write-ahead log")
+    if header[18:20] != b"\1\1":
+        raise DatabaseError(
+            f"database {name} has file format {header[18]} and {header[19]} for writers and "
+            f"readers; expected 1 and 1; its header was damaged: {REMAKE}"
+        )
     check_beside(path, name)
     return version
 

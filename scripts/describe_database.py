@@ -41,9 +41,16 @@ def text() -> str:
         f"Every row has a `key`: {TABLES['run'].c.key.doc}. Rows that others refer to have an "
         f"`id`: {TABLES['run'].c.id.doc}.",
         *(_table(name, table) for name, table in TABLES.items()),
+        "## Gains",
+        "A gain of a kernel is over the fastest of torch.bf16 and torch.bf16_padded at the same "
+        "problem, device and regime. Where rows are not aligned (n or k is no multiple of 8) and "
+        "torch.bf16_padded has no time, the file has no baseline: torch.bf16 takes up to 5 times "
+        "as long there. The query `fastest` of `explore` (`bench/explorer/queries.py`) computes "
+        "gains so; errors count for dispatch from three seeds on.",
         "## Manifest",
         f"`export FILE` writes `FILE{ENDING}` beside it, an object of JSON with these fields and "
-        "no others; `import FILE` refuses a file whose manifest says something else. The checksum "
+        "no others. Commands that read the files of others refuse FILE if its manifest says "
+        "something else, and remove the manifest of a file that they add rows to. The checksum "
         "finds damage; it is no signature.",
         _rows(("field", "type", "what"), [
             (f"`{name}`", _JSON_TYPES.get(get_origin(hint.__origin__) or hint.__origin__, "text"),

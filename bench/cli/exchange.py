@@ -80,6 +80,7 @@ def import_(
     """
     from lokakern.registry.locks import private_folder
     from lokakern.registry.quarantine import imports_folder
+    from lokakern.registry.schema.manifest import place_of
     from lokakern.registry.sharing.download import download, is_url
     from lokakern.registry.sharing.import_file import import_file
     from lokakern.registry.sharing.untrusted import GUARDS
@@ -101,6 +102,9 @@ def import_(
     if any(report.added.values()) and not trust:
         say(f"they are quarantined in {imports_folder(target)} and count with caution until "
             "`verify` has repeated some of the measurements")  # fmt: skip
+    if sha256 is None and not place_of(path).exists():
+        say(f"no {place_of(path).name} beside it, and no --sha256: damage that leaves a possible "
+            "value is not noticed")  # fmt: skip
     for other, words in report.contradicted:
         say(f"{other.path}, {other.since}, is quarantined too and differs in the same rows, "
             "which dispatch ignores in both files: run `verify`, or remove the edited file "

@@ -225,6 +225,7 @@ def _print_choice(choice: Choice, how: OutputFormat) -> None:
             "miss": choice.is_miss,
             "why": miss_words(choice.table, choice.pick, choice.m) if choice.is_miss else None,
             "predicted": None if choice.predicted is None else asdict(choice.predicted),
+            "undecided": _undecided(choice),
             "tied": choice.tied, "errors": choice.errors, "rejected": choice.rejected,
             "left_out": choice.left_out,
         }  # fmt: skip
@@ -239,6 +240,13 @@ def _print_choice(choice: Choice, how: OutputFormat) -> None:
     )
     if unknown and (known := _measured_devices()):
         say(f"nothing was measured on {device.product}; choose --device from {known}")
+
+
+def _undecided(choice: Choice) -> dict[str, Any] | None:
+    found = choice.undecided
+    if found is None:
+        return None
+    return {"kernel": found.name, "latency_us": found.time.latency_us, "why": found.why}
 
 
 def _measured_devices() -> str:

@@ -64,6 +64,7 @@ def _of_device(
                 f"nothing was timed on {device.product}; measure with `python -m lokakern.bench "
                 'sweep`, or choose another device with --device, such as "NVIDIA H200"'
             )
+        undecided = survey.undecided_words(f"{budget:g}")
         if png is not None:
             count = charts.save_pictures(survey, png, progress)
             progress.note(f"{png}: {count} pictures")
@@ -79,10 +80,12 @@ def _of_device(
                 f"errors: {survey.totals['errors']}")  # fmt: skip
     if out is None and png is None:
         columns = ["op", "form", "m", "n", "k", "kernel", "us", "plain_us", "speedup", "row_err",
-                   "note"]  # fmt: skip
+                   "undecided", "note"]  # fmt: skip
         rows = [row for row in survey.choices if row["budget"] == f"{budget:g}"]
         print_rows([{name: row[name] for name in columns} for row in rows], how)
         say(f"times by file: {survey.totals['times by file']}")
+    if undecided:
+        say(f"undecided: {undecided}")
 
 
 def _of_probe(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import secrets
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -40,12 +43,15 @@ def verify(
 ) -> None:
     """Repeat some measurements of imported files, and accept the rows that hold.
 
-    A file with rows that do not hold is rejected as a whole (exit code 6). Errors can be verified
-    anywhere, by emulation, and times on the same GPU type only. Other rows stay quarantined.
+    A file with rows that do not hold, or that contradicts the shipped files or the database, is
+    rejected as a whole (exit code 6). Errors can be verified anywhere, by emulation, and times on
+    the same GPU type only. Other rows stay quarantined. Rows that the shipped files or the database
+    have already are counted, not repeated.
     """
+    from lokakern.bench.exchange.verify import Verdict
     from lokakern.bench.exchange.verify import verify as measure_again
     from lokakern.registry.quarantine import quarantined_files
-    from lokakern.registry.sharing.quarantine import reject, settle
+    from lokakern.registry.sharing.quarantine import reject, settle, trusted_rows
     from lokakern.registry.snapshot.loading import load_snapshot
     from lokakern.registry.storage.paths import user_database
     from lokakern.registry.storage.run_files import RunFile
@@ -63,20 +69,24 @@ def verify(
     rejected, failed, printed = False, False, []
     for quarantined in files:
         command = f"python -m lokakern.bench verify --count {count} --seed {seed}"
-        trusted = load_snapshot(options.with_shipped(found))
+        trusted = options.with_shipped(found)
         try:
-            run = RunFile.create(
-                found, suite="verify", harness_digest=harness_digest(), command=command
-            )
-            with run, terminal.TerminalProgress(quiet=quiet) as progress:
-                verdict = measure_again(
-                    run, quarantined, trusted, count=count, seed=seed, time_limit_s=time_limit,
-                    progress=progress,
-                )  # fmt: skip
+            known, contradiction = trusted_rows(quarantined, trusted)
+            if contradiction:
+                verdict = Verdict(quarantined.name, rejected=True, reasons=[contradiction])
+            else:
+                run = RunFile.create(
+                    found, suite="verify", harness_digest=harness_digest(), command=command
+                )
+                with run, terminal.TerminalProgress(quiet=quiet) as progress:
+                    verdict = measure_again(
+                        run, quarantined, load_snapshot(trusted), count=count, seed=seed,
+                        time_limit_s=time_limit, progress=progress,
+                    )  # fmt: skip
             if verdict.rejected:
                 reject(quarantined, found)
             else:
-                settle(quarantined, found, verdict.accepted, verdict.left)
+                settle(quarantined, found, verdict.accepted, verdict.left, verdict.known)
         except DatabaseError as error:  # the other files may be good
             say(f"{quarantined.path} cannot be verified: {error}; remove it, and import it again")
             failed = True
@@ -85,23 +95,27 @@ def verify(
             dispatcher.use_snapshot(None)
         rejected |= verdict.rejected
         printed += _rows_of(verdict)
-        _tell(verdict)
+        _tell(verdict, known, found)
     terminal.print_rows(printed, how)
-    say(f"drawn with --seed {seed}")
+    if printed:
+        say(f"drawn with --seed {seed}")
     if rejected:
         raise typer.Exit(ExitCode.WORSE)
     if failed:
         raise typer.Exit(ExitCode.FAILED)
 
 
-def _tell(verdict: Verdict) -> None:
+def _tell(verdict: Verdict, known: Mapping[Path, int], database: Path) -> None:
     from lokakern.registry.sqlite_file import FACTS
+    from lokakern.registry.storage.paths import shipped_databases, shipped_with
 
     accepted, left = (
-        sum(len(rows[name]) for name in FACTS) for rows in (verdict.accepted, verdict.left)
+        sum(len(rows.get(name, ())) for name in FACTS) for rows in (verdict.accepted, verdict.left)
     )
     if verdict.rejected:
         words = "rejected: dispatch does not read it"
+    elif not (accepted or left):
+        words = "nothing to verify: all rows are known"
     elif not left:
         words = f"verified: {accepted} rows are in the database now"
     elif accepted:
@@ -110,6 +124,13 @@ def _tell(verdict: Verdict) -> None:
         words = f"still quarantined: {left} rows"
     cells = {row.cell for row, _ in verdict.measured}
     say(f"{verdict.name}: {words} ({len(cells)} measured again)")
+    shipped = [path for path in known if path in shipped_databases()]
+    for path, count in known.items():
+        name = f"{path.name} (shipped)" if path in shipped else path.name
+        say(f"  {count} rows are in {name} already, and were not measured again")
+    is_read_too = shipped_with(Path(os.path.realpath(database)))
+    if shipped and not verdict.rejected and not is_read_too:
+        say(f"  the shipped ones are in {database} now, too")
     for reason in verdict.reasons:
         say(f"  {reason}")
 

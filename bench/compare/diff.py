@@ -224,8 +224,11 @@ def shared_words(a: Rows, b: Rows) -> str:
     differ = sum(one[key] != other[key] for key in both)
     how = f", {differ or 'none'} of them different" if both else ""
     only_a, only_b = len(one) - len(both), len(other) - len(both)
-    return (f"A and B share {len(runs)} runs and {len(both)} rows{how}; "
-            f"only in A: {only_a} rows, only in B: {only_b}")  # fmt: skip
+    words = (f"A and B share {len(runs)} runs and {len(both)} rows{how}; "
+             f"only in A: {only_a} rows, only in B: {only_b}")  # fmt: skip
+    if only_a and only_b:
+        words += "\ncells compare rows of these other runs, too, which vary without an edit"
+    return words
 
 
 def counts_of(found: Iterable[Difference]) -> dict[str, int]:

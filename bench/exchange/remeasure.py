@@ -71,10 +71,17 @@ class Row:
 
 
 class Foreign:
-    """Rows of a file, without those that are trusted already."""
+    """Rows of a file, apart from those that are trusted already.
+
+    Attributes:
+        known: Those, with the rows they refer to.
+    """
 
     def __init__(self, rows: Rows, trusted: Snapshot) -> None:
         self._rows: Rows = dict(rows) | {name: trusted.unknown(name, rows[name]) for name in FACTS}
+        unknown = {name: {row[0] for row in self._rows[name]} for name in FACTS}
+        known = {name: [row for row in rows[name] if row[0] not in unknown[name]] for name in FACTS}
+        self.known = without_unused(known, rows)
         self._device = current_device()
         self._parts: dict[str, dict[str, Any]] = {
             name: {row[0]: row_keys.from_row(kind, named(name, row)) for row in rows[name]}

@@ -71,6 +71,7 @@ class Verdict:
         reasons: Why the file is rejected, or why rows stay quarantined.
         accepted: Rows to add to the database.
         left: Rows that stay quarantined.
+        known: Rows that trusted files have.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Verdict:
     reasons: list[str] = field(default_factory=list)
     accepted: Rows = field(default_factory=dict)
     left: Rows = field(default_factory=dict)
+    known: Rows = field(default_factory=dict)
 
 
 def verify(
@@ -111,6 +113,7 @@ def verify(
     held = _judge(verdict, rows, asked)
     keys = {row.key for row in rows if row.kind in held}
     verdict.accepted, verdict.left = foreign.divided(keys)
+    verdict.known = foreign.known
     left = {name: len(verdict.left[name]) for name in FACTS if verdict.left[name]}
     if left and not verdict.rejected:
         words = ", ".join(f"{count} {_WORDS[name]}" for name, count in left.items())

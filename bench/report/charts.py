@@ -35,7 +35,8 @@ TITLES = {
     "coverage": "Problems of which every kernel was timed",
     "freshness": "Rows that are as new as their kernels",
 }
-PREDICTED = "predicted"  # an answer of the time model; the others are "measured" and "none"
+# Answers: of the time model; an unquantized kernel, as errors of a faster one are not all measured.
+PREDICTED, UNDECIDED = "predicted", "undecided"  # the others are "measured" and "none"
 NEVER = "never measured"
 COVERED = ("covered", "partly", "not timed")  # by all kernels that support a problem, some, none
 # Tints behind letters and numbers have a contrast of at least 4.5 to the text on them; `ordinal`
@@ -76,7 +77,7 @@ THEMES["light"]["category"] += _more_hues((0.86, 0.74), 0.62)
 THEMES["dark"]["category"] += _more_hues((0.24, 0.17), 0.45)
 
 
-def _stripes(ground: str, edge: str) -> Spec:
+def _stripes(ground: str, edge: str, *, rising: bool = False) -> Spec:
     """Diagonal stripes over the fill of a cell, with edges, as the fill may be like the ground."""
     clear = f"{ground}00"
     parts = ((0, ground), (0.4, ground), (0.4, edge), (0.45, edge), (0.45, clear), (1, clear))
@@ -85,7 +86,8 @@ def _stripes(ground: str, edge: str) -> Spec:
         for start in range(STRIPES)
         for at, color in parts
     ]
-    return {"gradient": "linear", "x1": 0, "y1": 0, "x2": 1, "y2": 1, "stops": stops}
+    ends = {"x1": 0, "y1": int(rising), "x2": 1, "y2": int(not rising)}
+    return {"gradient": "linear", **ends, "stops": stops}
 
 
 def config_of(theme: str) -> Spec:
@@ -110,7 +112,10 @@ def config_of(theme: str) -> Spec:
         "line": {"color": colors["text"]},
         "rect": {"stroke": colors["faint"], "strokeWidth": 0.5},
         "circle": {"stroke": colors["faint"], "strokeWidth": 1, "opacity": 1},
-        "style": {"hatch": {"color": _stripes(colors["ground"], colors["faint"])}},
+        "style": {
+            "hatch": {"color": _stripes(colors["ground"], colors["faint"])},
+            "undecided": {"color": _stripes(colors["ground"], colors["text"], rising=True)},
+        },
         "bar": {"stroke": colors["ground"]},
         "mark": {"aria": False},
     }  # fmt: skip
@@ -213,19 +218,27 @@ def _kernels(title: str) -> Spec:
 
 CELL = 33  # widest column of a map, in pixels; a page makes them narrower where it is
 _STATES = ("measured", "predicted by the time model", NEVER)  # of cells
+_UNDECIDED = "FP8 is faster, its error is not measured"  # the fourth, where there are such cells
 _OUTLINE: Spec = {"type": "rect", "fillOpacity": 0, "strokeOpacity": 0.35, "strokeDash": [2, 3]}
 _HATCH: Spec = {"type": "rect", "style": "hatch"}
+_RISING: Spec = {"type": "rect", "style": "undecided"}
 
 
 def _map(op: Row, name: str, color: Spec, text: Spec) -> Spec:
-    """A cell for each pair of sizes: hatched if it is predicted, an outline if nothing is known."""
+    """A cell for each pair of sizes.
+
+    It is hatched if it is predicted, the other way if undecided, an outline if nothing is known.
+    """
     x, y = op["axes"]
     known = [{"filter": "isValid(datum.kernel)"}]
-    predicted = [{"filter": f"datum.answer === '{PREDICTED}'"}]
+    predicted, undecided = (
+        [{"filter": f"datum.answer === '{answer}'"}] for answer in (PREDICTED, UNDECIDED)
+    )
     layer: list[Spec] = [
         {"mark": _OUTLINE},
         {"mark": "rect", "encoding": {"color": color}, "transform": known},
         {"mark": _HATCH, "transform": predicted},
+        *([{"mark": _RISING, "transform": undecided}] if op["undecided"] else []),
         text | {"transform": known},
     ]
     transform = [
@@ -243,12 +256,13 @@ def _map(op: Row, name: str, color: Spec, text: Spec) -> Spec:
     }  # fmt: skip
     size = {"name": f"{name}_map", "width": {"step": CELL}, "height": {"step": 21}}
     cells = size | {"encoding": encoding, "layer": layer, "transform": transform}
-    return {"vconcat": [cells, _states()], "resolve": _INDEPENDENT}
+    states = (*_STATES, *([_UNDECIDED] if op["undecided"] else []))
+    return {"vconcat": [cells, _states(states)], "resolve": _INDEPENDENT}
 
 
-def _states() -> Spec:
+def _states(states: Sequence[str]) -> Spec:
     """The legend of the cells of a map."""
-    is_state = [{"filter": f"datum.state === '{state}'"} for state in _STATES]
+    is_state = [{"filter": f"datum.state === '{state}'"} for state in states]
     filled = {"mark": "rect", "encoding": {"color": {"value": _OF_MEASURED}}}
     marks: list[tuple[Spec, int]] = [
         (filled, 0),
@@ -256,8 +270,10 @@ def _states() -> Spec:
         ({"mark": _HATCH}, 1),
         ({"mark": _OUTLINE}, 2),
     ]
+    if _UNDECIDED in states:
+        marks += [(filled, 3), ({"mark": _RISING}, 3)]
     return {
-        "data": {"values": [{"state": state} for state in _STATES]},
+        "data": {"values": [{"state": state} for state in states]},
         "width": CELL,
         "height": {"step": 21},
         "encoding": {
@@ -493,11 +509,13 @@ def tables_of(survey: Survey, op: Row) -> dict[str, list[Row]]:
         [row for row in rows if row["op"] == op["op"]]
         for rows in (survey.choices, survey.predicted, survey.times, survey.errors)
     )
-    answers = [
-        row | {"answer": "measured" if row["answered"] else "none"} for row in by_answer(choices)
-    ]
+    answers = [row | {"answer": _answer(row)} for row in by_answer(choices)]
     answers += [row | {"answer": PREDICTED} for row in by_answer(predicted)]
     return {"choices": answers, "times": times, "errors": errors}
+
+
+def _answer(row: Row) -> str:
+    return "none" if not row["answered"] else UNDECIDED if row["undecided"] else "measured"
 
 
 def op_pictures(survey: Survey, op: Row) -> tuple[Spec, dict[str, Spec]]:

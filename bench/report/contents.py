@@ -24,7 +24,9 @@ from lokakern.registry.snapshot.cells import TimingHead
 from lokakern.registry.snapshot.snapshot import Snapshot
 from lokakern.registry.sqlite_file import FACTS
 from lokakern.registry.storage.reader import Rows
-from lokakern.selection.candidates import FRESHNESS, freshness_of
+from lokakern.selection.candidates import FEWEST_SEEDS, FRESHNESS, freshness_of
+from lokakern.selection.ties import UNSTEADY, is_unsteady
+from lokakern.types import REALISTIC_DISTRIBUTIONS
 
 Row = dict[str, Any]
 WORDS = {"timing": "times", "accuracy": "errors", "test_result": "tests"}  # facts that have an end
@@ -93,7 +95,7 @@ def contents_of(rows: Rows) -> Contents:
         torch_of[row["run"]].add(tables["environment"][row["environment"]]["torch"])
     tell("counting rows", 1)
     return Contents(
-        facts=[*_facts(tables, parts)],
+        facts=[*_facts(tables, parts), *_completeness(tables, word_of), *_steadiness(tables)],
         runs=[
             {
                 "started (UTC)": _time(run["started_utc_ms"]),
@@ -164,6 +166,39 @@ def _facts(tables: dict[str, dict[str, Row]], parts: dict[tuple[str, ...], _Part
     yield {"what": "host costs", "value": f"{costs} rows" if costs else "none"}
     newest = max((part.newest_utc_ms for part in parts.values()), default=0)
     yield {"what": "last measured", "value": _time(newest) if newest else "never"}
+
+
+def _completeness(
+    tables: dict[str, dict[str, Row]], word_of: Callable[[str, str, str], str]
+) -> Iterator[Row]:
+    """For how many pairs of arithmetic and problem dispatch knows the error."""
+    seeds: defaultdict[tuple[str, ...], defaultdict[str, set[int]]]
+    seeds = defaultdict(lambda: defaultdict(set))
+    for row in tables["accuracy"].values():
+        kernel = tables["kernel"][row["kernel"]]
+        arithmetic = (kernel[x] for x in ("op", "granularity", "b_granularity", "accumulation"))
+        found = seeds[row["architecture"], row["problem"], *arithmetic]
+        stale = word_of(row["kernel"], row["environment"], row["architecture"]) == "stale"
+        if row["status"] == "ok" and not stale:
+            found[tables["distribution"][row["distribution"]]["name"]].add(row["seed"])
+    complete = sum(
+        all(len(found[name]) >= FEWEST_SEEDS for name in REALISTIC_DISTRIBUTIONS)
+        for found in seeds.values()
+    )
+    if seeds:
+        each = f"{len(REALISTIC_DISTRIBUTIONS)} distributions, {FEWEST_SEEDS} seeds"
+        words = f"{complete} of {len(seeds)} pairs of arithmetic and problem have all: {each}"
+        yield {"what": "errors complete", "value": words}
+
+
+def _steadiness(tables: dict[str, dict[str, Row]]) -> Iterator[Row]:
+    times = [row for row in tables["timing"].values() if row["status"] == "ok"]
+    unsteady = sum(is_unsteady(row["latency_us_p20"], row["latency_us_p80"]) for row in times)
+    void = sum(bool(row["void_count"]) for row in times)
+    if times:
+        words = f"{unsteady} of {len(times)} vary by more than {UNSTEADY - 1:.0%} (p80/p20)"
+        words += f"; {void} had void replays"
+        yield {"what": "unsteady times", "value": words}
 
 
 def _words(row: Row, left_out: tuple[str, ...]) -> list[str]:

@@ -20,7 +20,7 @@ from lokakern.registry.register import KERNELS
 from lokakern.registry.sharing.plausibility import least_us
 from lokakern.selection import dispatcher
 from lokakern.selection.arguments import budget_of
-from lokakern.selection.table import LooseTable, Pick
+from lokakern.selection.table import LooseTable, Pick, Undecided
 from lokakern.types import (
     Device,
     ErrorBudget,
@@ -57,10 +57,11 @@ class Survey:
         snapshot: `Snapshot.digest`.
         totals: `lokakern.bench.report.coverage.Holdings.totals`, as `list device` prints them.
         budgets: Budgets on the row error, as words.
-        ops: For each op: number of problems, initial selection of its pictures, and `gain`:
-            "speedup" if there is an unquantized baseline, else "light".
+        ops: For each op: number of problems, initial selection of its pictures, whether a choice is
+            `undecided`, and `gain`: "speedup" if there is an unquantized baseline, else "light".
         choices: For each problem and budget: the kernel, its time, the least possible time, the
-            baseline's time, and why there is no better answer (`note`).
+            baseline's time, why there is no better answer (`note`), and the quantizing kernel that
+            may be one, as its error is unknown (`undecided`).
         predicted: The same by the time model, where nothing was measured, see `_gaps`.
         times: For each problem and kernel: time (the median over rows), worst row error, and
             whether it is on the Pareto front of both (`front`).
@@ -79,6 +80,17 @@ class Survey:
     times: list[Row]
     errors: list[Row]
     holdings: list[Row]
+
+    def undecided_words(self, budget: str) -> str:
+        """At how many problems missing errors may hide a faster choice; "" if at none."""
+        count = sum(bool(row["undecided"]) for row in self.choices if row["budget"] == budget)
+        if not count:
+            return ""
+        return (
+            f"a quantizing kernel is faster than the choice at {count} more "
+            f"problem{'s' * (count > 1)} within {budget}, but its error is not wholly measured "
+            "(notes name the kernel and what is missing): sweep them with --errors needed"
+        )
 
 
 def survey_of(
@@ -123,7 +135,8 @@ def survey_of(
             times += _times_of(row, table.candidates, problem.m)
             row["plain_us"] = _plain_us(problem, plain)
             for word, asked in within.items():
-                choices.append(_choice(row, word, asked.pick(problem.m)))
+                pick = asked.pick(problem.m)
+                choices.append(_choice(row, word, pick, asked.undecided(problem.m, pick)))
     measured = [problem for found in groups.values() for problem in found]
     predicted = _predicted(measured, device, regime, limits, plain, progress)
     letters = _letters(choices, times)
@@ -226,6 +239,7 @@ def _prediction(
         "light": _short(place["least_us"] / us),
         "row_err": _short(error),
         "answered": True,
+        "undecided": "",
         "note": f"predicted, not measured: {found}",
     }
 
@@ -281,12 +295,14 @@ def _unquantized(operand: Operand, contiguous: int) -> Operand:
     return Operand(form, layout=operand.layout, alignment=alignment_of(contiguous * size))
 
 
-def _choice(place: Row, budget: str, pick: Pick) -> Row:
+def _choice(place: Row, budget: str, pick: Pick, undecided: Undecided | None) -> Row:
     us = None if pick.time is None else _us(pick.time.latency_us)
     plain, least = place["plain_us"], place["least_us"]
     note = pick.note or (f"tied with {', '.join(pick.tied)}" if pick.tied else "")
     if pick.time is not None and pick.time.freshness == "stale":
         note += "; a stale time" if note else "a stale time"
+    if undecided is not None:
+        note += f"; undecided: {undecided}" if note else f"undecided: {undecided}"
     error = pick.candidate.errors.get("row_err") if pick.candidate else None
     return place | {
         "budget": budget,
@@ -296,6 +312,7 @@ def _choice(place: Row, budget: str, pick: Pick) -> Row:
         "light": _short(us and least / us),
         "row_err": _short(error),
         "answered": not pick.is_miss,
+        "undecided": undecided.name if undecided else "",
         "note": note,
     }
 
@@ -375,6 +392,7 @@ def _ops(choices: Sequence[Row], times: Sequence[Row]) -> list[Row]:
                 "m": most,
                 "budget": usual if enough else NO_BUDGET,
                 "shape": list(at),
+                "undecided": any(r["undecided"] for r in here),
             }
         )
     return rows

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lokakern.bench.report import charts
+from lokakern.bench.report.survey import USUAL_BUDGET
 from lokakern.registry.register import KERNELS
 from lokakern.render.html import hash_of, json_of, rendered, script_of
 from lokakern.types import Granularity
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from lokakern.bench.report.survey import Row, Survey
 
 MOST_ROWS = 20_000  # of a table: browsers lay out and filter more too slowly
-MOST_TIMES = 29_000  # of all ops: 4 of the 8 MB of a page
+MOST_TIMES = 28_500  # of all ops: 4 of the 8 MB of a page
 # What a table leaves out beyond these numbers, and what has it.
 LEFT_OUT = {
     "times": "the slowest kernels of problems with many; lokakern explore has all",
@@ -55,6 +56,8 @@ def page_of(survey: Survey) -> str:
         page,
         {"words": _words, "label": _label},
         survey=survey,
+        has_undecided=any(op["undecided"] for op in survey.ops),
+        undecided=survey.undecided_words(f"{USUAL_BUDGET:g}"),
         largest=largest,
         line=charts.LINE,
         problems=sum(op["problems"] for op in survey.ops),
@@ -101,8 +104,9 @@ def _tables(survey: Survey, op: Row, timed: int) -> list[dict[str, Any]]:
         key=lambda row: (row["answer"] == charts.PREDICTED, -(row[gain] or 0)),
     )
     return [
-        _table("by_budget", "Choices of dispatch by budget", _by_budget(choices, gain),
-               f"problems answered quantized median_{gain} largest_{gain}",
+        _table("by_budget", "Choices of dispatch by budget", _by_budget(choices, op),
+               f"problems answered quantized {'undecided ' * op['undecided']}"
+               f"median_{gain} largest_{gain}",
                "budget largest_by largest_at most_often"),
         _table("choices", "Choices of dispatch", answers,
                "m n k us plain_us speedup light row_err", "budgets answer letter kernel note"),
@@ -140,16 +144,17 @@ def _table(
     }
 
 
-def _by_budget(choices: Iterable[Row], gain: str) -> list[Row]:
+def _by_budget(choices: Iterable[Row], op: Row) -> list[Row]:
     """For each budget: how often FP8 is chosen and what it gains, and the kernel chosen most often.
 
     Of ops without an unquantized counterpart, the gain is the share of the roofline.
     """
-    rows = []
+    gain, rows = op["gain"], []
     for budget, found in itertools.groupby(
         sorted(choices, key=lambda row: row["budget"]), key=lambda row: row["budget"]
     ):
         here = list(found)
+        undecided = [row["undecided"] for row in here]
         answered = [row for row in here if row["answered"]]
         quantized = [row for row in answered if _quantizes(row["kernel"])]
         gains = [row for row in quantized if row[gain] is not None]
@@ -161,6 +166,7 @@ def _by_budget(choices: Iterable[Row], gain: str) -> list[Row]:
                 "problems": len(here),
                 "answered": len(answered),
                 "quantized": len(quantized),
+                **({"undecided": sum(map(bool, undecided))} if op["undecided"] else {}),
                 f"median_{gain}": median and round(median, 4),
                 f"largest_{gain}": best and best[gain],
                 "budget": budget,

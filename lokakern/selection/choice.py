@@ -13,7 +13,7 @@ from lokakern.errors import UnsupportedError
 from lokakern.registry.register import Kernel, load_kernels
 from lokakern.selection.candidates import ERRORS_ELSEWHERE
 from lokakern.selection.remedies import miss_words
-from lokakern.selection.table import Pick, Table
+from lokakern.selection.table import Pick, Table, Undecided
 from lokakern.types import REALISTIC_DISTRIBUTIONS, Problem
 
 if TYPE_CHECKING:
@@ -102,6 +102,11 @@ class Choice:
         return self.pick.is_miss
 
     @property
+    def undecided(self) -> Undecided | None:
+        """The kernel that beats this unquantized one, if its unknown error is within the budget."""
+        return self.table.undecided(self.m, self.pick)
+
+    @property
     def tied(self) -> tuple[str, ...]:
         """Kernels in a tie with the winner."""
         return self.pick.tied
@@ -151,6 +156,8 @@ class Choice:
         lines = [f"{self.problem} on {table.device.product}{within}: {name}, {how}"]
         if pick.is_miss:
             lines.append(f"  miss: {miss_words(table, pick, self.m)}")
+        if self.undecided is not None:
+            lines.append(f"  undecided: {self.undecided}")
         if table.host:
             lines.append(f"  host cost: {_host_words(pick, table)}")
         if pick.prediction is not None and pick.prediction.transferred_from:

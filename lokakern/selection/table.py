@@ -17,13 +17,14 @@ from lokakern.sampled_check import Watch
 from lokakern.selection.candidates import Candidate, Time
 from lokakern.selection.counted import counted_cycles
 from lokakern.selection.measured_neighbors import sizes_of
-from lokakern.selection.ties import TOGETHER, Timed, break_tie, may_tie
+from lokakern.selection.ties import TOGETHER, Timed, break_tie, may_tie, within_noise
 from lokakern.types import Device, ErrorBudget, Granularity, Problem, alignment_of
 
 if TYPE_CHECKING:
     from lokakern.selection.prediction.forecast import Forecast, Prediction
 
 
+E4M3_FLOOR = 0.035  # row error of E4M3 x E4M3, about
 Rejections = tuple[tuple[str, str], ...]  # names of kernels, and the reason against each
 
 
@@ -65,6 +66,18 @@ class Pick:
     def note(self) -> str:
         """The words of a miss, or ""."""
         return self.why_missed() if self.why_missed else ""
+
+
+class Undecided(NamedTuple):
+    """A kernel that would win if its error, which is unknown, were within the budget."""
+
+    name: str
+    time: Time
+    speedup: float  # over the choice
+    why: str  # its error is unknown
+
+    def __str__(self) -> str:
+        return f"{self.name} takes {_us_words(self.time)}, {self.speedup:.2f}x as fast: {self.why}"
 
 
 class Ranges(NamedTuple):
@@ -327,6 +340,28 @@ class Table:
 
         return Pick(chosen, why_rejected=why_rejected, why_missed=why_missed, prediction=prediction)
 
+    def undecided(self, m: int, chosen: Pick) -> Undecided | None:
+        """The fastest kernel that beats an unquantized choice, but whose error is unknown.
+
+        None where the budget is less than any error of FP8.
+        """
+        is_plain = chosen.candidate is not None and chosen.candidate.unquantized
+        if chosen.time is None or self.budget is None or not is_plain or self.lacks_padded(m):
+            return None
+        if self.budget.limits.get("row_err", math.inf) < E4M3_FLOOR:
+            return None
+        plain, problem = chosen.time, self._at(m)
+        unknown = (c for c in self.candidates if not (c.errors or c.unquantized))
+        timed = ((timed[0], c) for c in unknown if (timed := c.time_at(m)) is not None)
+        for time, candidate in sorted(timed, key=lambda pair: pair[0].latency_us):
+            times = plain.latency_us, plain.margin_us, time.latency_us, time.margin_us
+            if time.latency_us > plain.latency_us or within_noise(*times):
+                continue
+            if self._refusal(candidate, problem) is None:
+                speedup = plain.latency_us / time.latency_us
+                return Undecided(candidate.name, time, speedup, candidate.error_unknown)
+        return None
+
     def kernel_at(self, m: int) -> Kernel | None:
         """The chosen kernel; None if there is none, or it is not registered here."""
         return self.kernels[bisect_right(self.breakpoints, m) - 1]
@@ -360,10 +395,11 @@ class Table:
             return "no budget: only unquantized kernels" if self.baseline else None
         error = candidate.errors
         if not error:
-            slower = ""
-            if time is not None and self._is_behind(time, problem.m):
-                slower = f"slower: {_us_words(time)}; "
-            return slower + candidate.error_unknown
+            if time is None:
+                return candidate.error_unknown
+            if self._is_behind(time, problem.m):
+                return f"slower: {_us_words(time)}; {candidate.error_unknown}"
+            return f"{candidate.error_unknown}; it takes {_us_words(time)}"
         for limit, allowed in self.budget.limits.items():
             if limit not in error:  # errors of another n or of a replay have fewer limits
                 return f"{limit} is not known at n={problem.n}"
@@ -573,6 +609,6 @@ def _range_words(measured: list[int]) -> str:
 
 
 def _floor_words(limit: str, allowed: float) -> str:
-    if limit == "row_err" and allowed < 0.035:
-        return "; the floor of E4M3 x E4M3 is about 0.035"
+    if limit == "row_err" and allowed < E4M3_FLOOR:
+        return f"; the floor of E4M3 x E4M3 is about {E4M3_FLOOR:g}"
     return ""

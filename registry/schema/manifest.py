@@ -25,7 +25,6 @@ from lokakern.types import Device, Environment
 from lokakern.version import __version__
 
 if TYPE_CHECKING:
-    from lokakern.registry.sharing.untrusted import Foreign
     from lokakern.registry.storage.reader import Rows
 
 ENDING = ".manifest.json"
@@ -38,7 +37,12 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     format: Annotated[Literal["lokakern manifest 1"], Meta(description='"lokakern manifest 1"')]
     file: Annotated[
-        str, Meta(pattern=r"^[^/]+\Z", description="name of the file, without its folder")
+        str,
+        Meta(
+            pattern=r"^[^/]+\Z",
+            description="name under which it was written, without its folder; not compared: the "
+            "two may be renamed together",
+        ),
     ]
     sha256: Annotated[
         str,
@@ -82,27 +86,22 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             if any(row.keys() != expected for row in found):
                 raise ValueError(f"{name} must have the fields {', '.join(sorted(expected))}")
 
-    def check_file(self, opened: Foreign) -> None:
-        """See that it is the manifest of a file.
+    def check_file(self, name: str, sha256: str, size_bytes: int) -> None:
+        """See that it is the manifest of a file, whose rows may still be damaged.
 
         Raises:
             DatabaseError: It is of another.
         """
-        pairs = {
-            "sha256": (opened.sha256, self.sha256),
-            "bytes": (opened.size_bytes, self.bytes),
-            "schema_version": (opened.version, self.schema_version),
-        }
-        _compare(opened.name, pairs)
+        _compare(name, {"sha256": (sha256, self.sha256), "bytes": (size_bytes, self.bytes)})
 
-    def check_counts(self, opened: Foreign, counts: Mapping[str, int]) -> None:
-        """See that it knows how many rows a file has.
+    def check_content(self, name: str, version: int, counts: Mapping[str, int]) -> None:
+        """See that it knows the schema version and how many rows a file has.
 
         Raises:
             DatabaseError: It does not.
         """
-        pairs = {f"counts of {name}": (counts[name], self.counts.get(name)) for name in counts}
-        _compare(opened.name, pairs)
+        pairs = {f"counts of {table}": (n, self.counts.get(table)) for table, n in counts.items()}
+        _compare(name, {"schema_version": (version, self.schema_version), **pairs})
 
 
 def _compare(name: str, pairs: Mapping[str, tuple[object, object]]) -> None:

@@ -11,17 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lokakern.errors import DatabaseError
-from lokakern.registry.locks import private_folder
 from lokakern.registry.quarantine import QuarantinedFile
 from lokakern.registry.schema import row_keys
-from lokakern.registry.schema.manifest import manifest_beside
 from lokakern.registry.schema.records import KernelRow
 from lokakern.registry.schema.tables import COLUMNS, TABLES
 from lokakern.registry.sharing.download import DIGEST
 from lokakern.registry.sharing.quarantine import add_to_quarantine
 from lokakern.registry.sharing.untrusted import GUARDS, Foreign, Guards, open_guarded
 from lokakern.registry.sharing.validate import Checked, check
-from lokakern.registry.snapshot.facts import Facts, image_of
+from lokakern.registry.snapshot.facts import Facts, check_agreement, image_of
 from lokakern.registry.sqlite_file import shown
 from lokakern.registry.staleness import is_current
 from lokakern.registry.storage import paths
@@ -30,11 +28,11 @@ from lokakern.registry.storage.merge import (
     Part,
     add_to_file,
     merge_checked,
-    own_part,
+    publish_grown,
     write_union,
 )
 from lokakern.registry.storage.reader import Rows, Source, read_tables, resolve
-from lokakern.registry.storage.writer import locked, publish
+from lokakern.registry.storage.writer import locked
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +81,7 @@ def import_file(
     """
     with open_guarded(path, guards) as opened:
         _check_sha256(opened, sha256)
-        manifest = manifest_beside(path)
-        if manifest is not None:
-            manifest.check_file(opened)
         checked = check(opened)
-        if manifest is not None:
-            manifest.check_counts(opened, checked.counts)
         part = Part(opened.name, opened.copy, opened.version, checked.used)
         left_out = dict.fromkeys(TABLES, 0) | {
             name: len(rows) - len(checked.used[name]) for name, rows in checked.dimensions.items()
@@ -123,10 +116,8 @@ def _add(part: Part, target: Path) -> dict[str, int]:
         How many rows were new to it, by table.
     """
     with locked(target) as target:
-        shipped = [own_part(path) for path in paths.shipped_with(target)]
-        if shipped:  # reading contradictions together would fail ever after
-            with private_folder() as folder:
-                write_union(folder / "union.sqlite", [*shipped, part])
+        for path in paths.shipped_databases():  # reading both would fail ever after
+            check_agreement(image_of(path), image_of(part.path), part.name)
         return add_to_file(target, [part])
 
 
@@ -176,7 +167,7 @@ def merge_files(sources: Sequence[Source], out: Source, *, guards: Guards = GUAR
             checked = check(opened)
             brought = {name: brought[name] + checked.counts[name] for name in TABLES}
             parts.append(Part(opened.name, opened.copy, opened.version))
-        publish(place, lambda temporary: has.update(write_union(temporary, parts)))
+        publish_grown(place, lambda temporary: has.update(write_union(temporary, parts)))
     return MergeReport(has, {name: brought[name] - has[name] for name in TABLES})
 
 

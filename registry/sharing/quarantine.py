@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,7 +16,13 @@ from lokakern.errors import DatabaseError
 from lokakern.registry.locks import private_folder
 from lokakern.registry.quarantine import QuarantinedFile, Tier, place_for, quarantined_files
 from lokakern.registry.schema.tables import TABLES
-from lokakern.registry.snapshot.facts import check_agreement, has_all, image_of, unknown_keys
+from lokakern.registry.snapshot.facts import (
+    Image,
+    check_agreement,
+    has_all,
+    image_of,
+    unknown_keys,
+)
 from lokakern.registry.sqlite_file import FACTS
 from lokakern.registry.storage import paths
 from lokakern.registry.storage.merge import Part, add_to_file, own_part, write_union
@@ -49,9 +55,10 @@ def add_to_quarantine(
         with alone.open("rb") as file:
             target = place_for(place, hashlib.file_digest(file, "sha256").hexdigest())
         own = [image_of(path) for path in ([place] if place.exists() else [])]
-        shipped = [image_of(path) for path in paths.shipped_with(place)]
-        for image in (*own, *shipped):
+        shipped = {path: image_of(path) for path in paths.shipped_databases()}
+        for image in (*own, *shipped.values()):
             check_agreement(image, image_of(alone), part.name)
+        read_too = [shipped[path] for path in paths.shipped_with(place)]
         contradicted = []
         for quarantined in quarantined_files(place):
             with suppress(DatabaseError):  # dispatch leaves out unreadable files, too
@@ -65,7 +72,7 @@ def add_to_quarantine(
             {name: len(unknown_keys(image_of(alone), name, known)) for name in TABLES}
             if known
             else dict(brought)
-            for known in (own, [*own, *shipped])
+            for known in (own, [*own, *read_too])
         )
         if any(added.values()) and not target.exists():
             _make_folder(target.parent)
@@ -90,7 +97,39 @@ def _check_rejected(alone: Path, database: Path) -> None:
             )
 
 
-def settle(quarantined: QuarantinedFile, database: Path, accepted: Rows, left: Rows) -> None:
+def trusted_rows(
+    quarantined: QuarantinedFile, trusted: Iterable[Path]
+) -> tuple[dict[Path, int], str]:
+    """How many facts of a quarantined file each trusted one has; those of two, the first.
+
+    Returns:
+        Numbers of facts, and the first contradiction in words, or "".
+
+    Raises:
+        DatabaseError: A file cannot be read.
+    """
+    part = image_of(quarantined.path)
+    known: list[Image] = []
+    unknown = [sum(len(unknown_keys(part, name, known)) for name in FACTS)]
+    counts = {}
+    for path in trusted:
+        known.append(image_of(path))
+        try:
+            check_agreement(known[-1], part)
+        except DatabaseError as error:
+            return {}, f"it contradicts {path.name}: {error}"
+        unknown.append(sum(len(unknown_keys(part, name, known)) for name in FACTS))
+        counts[path] = unknown[-2] - unknown[-1]
+    return {path: count for path, count in counts.items() if count}, ""
+
+
+def settle(
+    quarantined: QuarantinedFile,
+    database: Path,
+    accepted: Rows,
+    left: Rows,
+    known: Rows | None = None,
+) -> None:
     """Move rows of an import into its database; the rest stays in quarantine.
 
     If the process is killed in between, the file stays in quarantine as it was, and its rows that
@@ -100,17 +139,24 @@ def settle(quarantined: QuarantinedFile, database: Path, accepted: Rows, left: R
         quarantined: The quarantined file.
         database: The database of the import.
         accepted: Rows to move.
-        left: All other rows. Without facts the file is removed.
+        left: Those that were not repeated. Without facts the file is removed.
+        known: Those that trusted files have. They are moved, too, unless dispatch reads these files
+            with the database.
 
     Raises:
         DatabaseError: Another process settled it, or a row contradicts the database.
     """
     with locked(database) as place:
         _check_quarantined(quarantined)
-        if any(accepted[name] for name in FACTS):
-            with private_folder() as folder:
-                write_file(folder / "accepted.sqlite", accepted)
-                add_to_file(place, [own_part(folder / "accepted.sqlite")])
+        moved = [accepted, *([known] if known and not paths.shipped_with(place) else [])]
+        moved = [rows for rows in moved if any(rows[name] for name in FACTS)]
+        with private_folder() as folder:
+            parts = []
+            for number, rows in enumerate(moved):
+                write_file(folder / f"{number}.sqlite", rows)
+                parts.append(own_part(folder / f"{number}.sqlite"))
+            if parts:
+                add_to_file(place, parts)
         if any(left[name] for name in FACTS):
             replace_file(quarantined.path, left)
         else:

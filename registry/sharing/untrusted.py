@@ -23,6 +23,7 @@ from sqlalchemy import URL
 
 from lokakern.errors import DatabaseError
 from lokakern.registry.locks import private_folder
+from lokakern.registry.schema.manifest import Manifest, manifest_beside
 from lokakern.registry.schema.tables import TABLES
 from lokakern.registry.sqlite_file import (
     check_beside,
@@ -98,6 +99,7 @@ class Foreign:
         version: Of its schema.
         copy: The private copy.
         connection: Reads the copy.
+        manifest: What lies beside the file, and fits its bytes; None if nothing does.
         guards: Bounds on the cost of reading it.
     """
 
@@ -107,6 +109,7 @@ class Foreign:
     version: int
     copy: Path
     connection: sqlite3.Connection
+    manifest: Manifest | None
     guards: Guards
 
     def limit_rows(self, size_bytes: int | None = None) -> None:
@@ -122,15 +125,18 @@ def open_guarded(source: Source, guards: Guards = GUARDS) -> Iterator[Foreign]:
     Rows of a server are first written into a private file, whose constraints they have to meet.
 
     Raises:
-        DatabaseError: No finished lokakern database, too large, damaged, or with anything beside
-            our tables; or reading it took too long.
+        DatabaseError: No finished lokakern database, too large, damaged, with anything beside our
+            tables, or not what the manifest beside it says; or reading it took too long.
     """
     found = resolve(source)
     name = shown(found)
+    manifest = None
     with private_folder() as folder:
         copy = folder / "copy.sqlite"
         if isinstance(found, Path):
             digest = _copy(found, copy, name, guards)
+            if (manifest := manifest_beside(found)) is not None:
+                manifest.check_file(name, digest, copy.stat().st_size)
         else:
             _take(found, copy, name)
             digest = hashlib.sha256(copy.read_bytes()).hexdigest()
@@ -141,7 +147,7 @@ def open_guarded(source: Source, guards: Guards = GUARDS) -> Iterator[Foreign]:
             with closing(_connect(copy, deadline)) as connection:
                 version = version_of(connection)
                 check_schema(connection, name, version)
-                yield Foreign(name, digest, size, version, copy, connection, guards)
+                yield Foreign(name, digest, size, version, copy, connection, manifest, guards)
         except (sqlite3.Error, UnicodeDecodeError, OverflowError) as error:
             interrupted = short(error) == "interrupted"
             why = f"not done after {deadline:.0f} s" if interrupted else short(error)

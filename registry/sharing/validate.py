@@ -79,6 +79,8 @@ def check(opened: Foreign) -> Checked:
     checked.counts |= {name: 0 for name in TABLES if name not in checked.counts}
     if complaint is not None:
         raise complaint
+    if opened.manifest is not None:
+        opened.manifest.check_content(opened.name, opened.version, checked.counts)
     return checked
 
 

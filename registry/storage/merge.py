@@ -21,6 +21,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from lokakern.errors import DatabaseError
 from lokakern.progress import tell
 from lokakern.registry.locks import private_folder
+from lokakern.registry.schema.manifest import place_of
 from lokakern.registry.schema.row_keys import row_key
 from lokakern.registry.schema.tables import (
     COLUMNS,
@@ -179,8 +180,18 @@ def add_to_file(place: Path, parts: Sequence[Part]) -> dict[str, int]:
             raise _NothingNew
 
     with suppress(_NothingNew):
-        publish(place, write)
+        publish_grown(place, write)
     return {name: has[name] - had[name] for name in TABLES}
+
+
+def publish_grown(place: Path, write: Callable[[Path], object]) -> None:
+    """`publish` of a file without a manifest: one beside it would be that of an earlier file."""
+
+    def write_alone(temporary: Path) -> None:
+        write(temporary)
+        place_of(place).unlink(missing_ok=True)  # first: a file without one can be read
+
+    publish(place, write_alone)
 
 
 class _NothingNew(Exception):

@@ -179,6 +179,7 @@ def test_rows_that_one_side_lacks_change_no_cell(diff: Callable[..., Ran]) -> No
     code, _, err = diff(parts[0], parts[2])
     assert code == 6 and err.startswith(
         "A and B share 6 runs and 0 rows; only in A: 2 rows, only in B: 4\n"
+        "cells compare rows of these other runs, too, which vary without an edit\n"
     )
     code, _, err = diff(parts[1], whole)
     assert code == 0 and err.startswith(

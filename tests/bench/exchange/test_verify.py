@@ -21,6 +21,8 @@ from lokakern.registry.schema.records import TimingRecord
 from lokakern.registry.schema.row_keys import key_of
 from lokakern.registry.schema.tables import COLUMNS
 from lokakern.registry.sharing.import_file import import_file
+from lokakern.registry.sqlite_file import FACTS
+from lokakern.registry.storage import paths
 from lokakern.registry.storage.reader import Rows, read_rows
 from lokakern.registry.storage.writer import write_file
 from lokakern.sweep import engine
@@ -161,6 +163,36 @@ def test_a_file_with_reproduced_errors_joins_the_database(
     )
     runs = [dict(zip(COLUMNS["run"], row, strict=True)) for row in read_rows(mine)["run"]]
     assert {run["suite"] for run in runs} == {"shapes", "verify"}, "what was measured is kept"
+
+
+def test_shipped_rows_are_counted_and_not_called_verified(
+    measured: Rows, mine: Path, command: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shipped = mine.with_name("shipped.sqlite")
+    write_file(shipped, measured)
+    monkeypatch.setattr(paths, "shipped_databases", lambda: [shipped])
+    code, out, err = command(measured)
+    count = sum(len(measured[name]) for name in FACTS)
+    assert code == 0 and out == "[]\n"
+    assert "nothing to verify: all rows are known (0 measured again)" in err
+    assert f"{count} rows are in shipped.sqlite (shipped) already, and were not measured" in err
+    assert f"the shipped ones are in {mine} now, too" in err
+    assert not quarantined_counts(mine) and read_rows(mine)["timing"] == measured["timing"]
+
+
+def test_a_file_that_contradicts_a_shipped_one_is_rejected(
+    measured: Rows, mine: Path, command: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file imported before the release that ships its origin."""
+    shipped = mine.with_name("shipped.sqlite")
+    write_file(shipped, measured)
+    place = COLUMNS["timing"].index("kernel_err")
+    lies = [(*row[:place], 0.123, *row[place + 1 :]) for row in measured["timing"]]
+    files = iter([[]])  # none while it is imported
+    monkeypatch.setattr(paths, "shipped_databases", lambda: next(files, [shipped]))
+    code, out, err = command(measured | {"timing": lies})
+    assert (code, out) == (6, "[]\n") and is_rejected(mine)
+    assert "it contradicts shipped.sqlite: timing row" in err and "kernel_err" in err
 
 
 @pytest.mark.parametrize("name", ["row_err", "row_p99", "mean_rel_err"])

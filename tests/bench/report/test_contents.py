@@ -16,6 +16,7 @@ from lokakern.bench.report.contents import contents_of
 from lokakern.registry.register import KERNELS, load_kernels
 from lokakern.registry.schema.records import TimingRecord
 from lokakern.registry.storage.reader import open_readonly, read_rows
+from tests.support.measurements import BF16, ROW, Book, accuracy, gemm, time
 from tests.support.rows_at_once import RowsAtOnce
 from tests.support.run_files import ACCURATE, ENVIRONMENT, PROBLEM, X1, add, small_rows
 from tests.support.shipped import H100_FILE
@@ -116,6 +117,25 @@ def test_tables_show_runs_rows_and_failures(describe: Callable[..., Ran], tmp_pa
     assert (code, err) == (0, "")
     for words in ("a.sqlite", "NVIDIA H200", "memory GiB 141", "\nruns ", "\nrows ", "\nnot ok "):
         assert words in out
+
+
+def test_missing_errors_and_unsteady_times_are_counted(
+    describe: Callable[..., Ran], tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.sqlite"
+    whole, part = gemm(64, 512, 512), gemm(64, 1024, 512)
+    Book(path).write(
+        accuracy(ROW, whole, 0.04),
+        accuracy(BF16, whole, 0.003, seeds=(0, 1)),
+        accuracy(ROW, part, 0.04, without=("X3",)),
+        accuracy(ROW, part, 0.04, only=("X3",), seeds=(2,)),
+        time(BF16, whole, 10.0),
+        time(ROW, whole, 9.0, spread=0.2),
+    )
+    facts = json.loads(describe(path, "--json")[1])["facts"]
+    assert facts["errors complete"].startswith("1 of 3 pairs of arithmetic and problem have all")
+    assert facts["unsteady times"].startswith("1 of 2 vary by more than 25%")
+    assert facts["unsteady times"].endswith("; 0 had void replays")
 
 
 def test_a_database_of_every_table_has_contents() -> None:

@@ -527,6 +527,46 @@ def test_predicted_cells_are_hatched_and_no_others(small: Survey) -> None:
     assert f" + {len(predicted)}<" in svg_of(replace(small, predicted=predicted), "winners")
 
 
+def test_a_faster_kernel_without_errors_is_undecided(tmp_path: Path) -> None:
+    """Missing errors are no result: counted, noted, hatched, and told by `explain`."""
+    rows: list[Any] = []
+    for n in (512, 2048):
+        problem = gemm(8192, n, 512)
+        rows += [time(BF16, problem, 90.0), time(TENSOR, problem, 40.0 if n == 512 else 95.0),
+                 time(ROW, problem, 60.0), accuracy(BF16, problem, 0.003),
+                 accuracy(ROW, problem, 0.04, without=("X3",))]  # fmt: skip
+    Book(tmp_path / "rows.sqlite").write(*rows)
+    found = survey_of(dispatcher.snapshot(), H200, {0.03, 0.06})
+    row = at(found, budget="0.06", n=2048)
+    assert (row["kernel"], row["us"], row["undecided"]) == (BF16, 90.0, ROW)
+    assert row["note"] == (
+        f"undecided: {ROW} takes 60.00 us, 1.50x as fast: error not measured on X3 (3 seeds)"
+    )
+    assert at(found, budget="0.06", n=512)["undecided"] == TENSOR, "the fastest"
+    assert not at(found, budget="0.03", n=2048)["undecided"], "no FP8 is within it"
+    assert not at(found, budget="none", n=2048)["undecided"]
+    assert "at 2 more problems within 0.06" in found.undecided_words("0.06")
+    assert not found.undecided_words("0.03")
+    (op,) = found.ops
+    answers = charts.tables_of(found, op)["choices"]
+    assert [row["answer"] for row in answers].count("undecided") == 2
+    for name in ("winners", "gains"):
+        assert f">{charts._UNDECIDED}<" in svg_of(found, name)
+    page = page_of(found)
+    assert "<strong>Undecided: a quantizing kernel is faster" in page
+    assert row["note"] in page and '<option value="undecided">' in page
+    choice = dispatch("gemm", (8192, 2048, 512), 0.06, device=H200)
+    assert f"  undecided: {ROW} takes 60.00 us, 1.50x as fast" in choice.explain()
+    assert choice.rejected[ROW].endswith("X3 (3 seeds); it takes 60.00 us")
+
+
+def test_nothing_is_undecided_where_errors_are_known(small: Survey) -> None:
+    assert not any(row["undecided"] for row in small.choices)
+    page = page_of(small)
+    assert "<strong>Undecided" not in page and '<option value="undecided">' not in page
+    assert charts._UNDECIDED not in page
+
+
 def test_points_without_a_place_of_their_own_are_counted(small: Survey) -> None:
     def changed(**values: Any) -> Survey:
         times = [row for row in small.times if row["op"] == "gemm"]

@@ -34,6 +34,7 @@ from lokakern.registry.sharing.download import download
 from lokakern.registry.sharing.import_file import import_file, merge_files, read_foreign
 from lokakern.registry.sharing.quarantine import reject
 from lokakern.registry.snapshot.loading import load_snapshot
+from lokakern.registry.storage import paths
 from lokakern.registry.storage.reader import Rows, database_digest, read_rows
 from lokakern.registry.storage.writer import write_file
 from tests.support.foreign_files import base_rows, write_base
@@ -204,6 +205,61 @@ def test_a_manifest_of_another_file_is_refused(
     with pytest.raises(DatabaseError, match=words):
         import_file(exported, tmp_path / "in.sqlite", trusted=True)
     assert not (tmp_path / "in.sqlite").exists()
+
+
+def test_every_command_compares_the_manifest(
+    exported: Path, tmp_path: Path, command: Callable[..., tuple[int, str, str]]
+) -> None:
+    found = json.loads(place_of(exported).read_bytes())
+    place_of(exported).write_text(json.dumps(found | {"sha256": "0" * 64}))
+    for words in (
+        ("import", exported, "--into", tmp_path / "i.sqlite"),
+        ("merge", exported, "--out", tmp_path / "m.sqlite"),
+        ("diff", exported, exported),
+        ("describe", exported),
+        ("report", "--db", exported, "--device", "NVIDIA H200"),
+        ("explain", "--db", exported, "--device", "NVIDIA H200"),
+        ("sweep", "--shape", "64,32,32", "--db", exported, "--quiet"),
+    ):
+        code, _, err = command(*words)
+        assert code == 1 and "as its manifest says" in err, words
+
+
+def test_a_database_that_grows_has_no_manifest(
+    exported: Path, tmp_path: Path, command: Callable[..., tuple[int, str, str]]
+) -> None:
+    """An exported file that its owner adds rows to stays readable, and so does a merged one."""
+    import_file(exported, exported, trusted=True)
+    assert place_of(exported).exists(), "nothing was new"
+    write_base(tmp_path / "more.sqlite", run=3)
+    import_file(tmp_path / "more.sqlite", exported, trusted=True)
+    assert not place_of(exported).exists() and command("describe", exported)[0] == 0
+    place_of(tmp_path / "m.sqlite").write_text("of an earlier file")
+    assert command("merge", exported, "--out", tmp_path / "m.sqlite")[0] == 0
+    assert command("describe", tmp_path / "m.sqlite")[0] == 0
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_no_import_contradicts_the_shipped_files(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trusted: bool
+) -> None:
+    """Whatever the target is: dispatch reads the shipped files together with any."""
+    monkeypatch.setattr(paths, "shipped_databases", lambda: [file])
+    write_file(tmp_path / "edited.sqlite", edited(base_rows(), "timing", kernel_err=0.125))
+    into = tmp_path / "into.sqlite"
+    with pytest.raises(DatabaseError, match=r"has two contents \(kernel_err"):
+        import_file(tmp_path / "edited.sqlite", into, trusted=trusted)
+    assert not into.exists() and not quarantined_files(into)
+    assert import_file(file, into, trusted=trusted).added["timing"] > 0
+
+
+def test_an_import_says_that_it_had_no_checksum(
+    exported: Path, tmp_path: Path, command: Callable[..., tuple[int, str, str]]
+) -> None:
+    words = ("import", exported, "--into", tmp_path / "i.sqlite")
+    assert "damage" not in command(*words)[2]
+    place_of(exported).unlink()
+    assert "no h200.sqlite.manifest.json beside it, and no --sha256" in command(*words)[2]
 
 
 @pytest.mark.parametrize(
