@@ -131,8 +131,17 @@ class Recorder:
 
     _numbers = itertools.count()
 
-    def __init__(self, sampler: Sampler, n: int, k: int, has_bias: bool, norm: str) -> None:
+    def __init__(
+        self,
+        sampler: Sampler,
+        n: int,
+        k: int,
+        has_bias: bool,
+        norm: str,
+        padding: tuple[int, int] = (0, 0),
+    ) -> None:
         self.sampler, self.n, self.k, self.has_bias, self.norm = sampler, n, k, has_bias, norm
+        self.padding = padding
         self.statistics: SiteStatistics | None = None
         self.number = next(self._numbers)  # by which an op in a graph finds it
         self.unseen, self.steps = "", 0  # why a call was not sampled; sampled steps with a call
@@ -256,7 +265,9 @@ class Recorder:
         return found
 
     def empty_statistics(self, device: torch.device) -> SiteStatistics:
-        return SiteStatistics(self.n, self.k, device, has_bias=self.has_bias, norm=self.norm)
+        return SiteStatistics(
+            self.n, self.k, device, has_bias=self.has_bias, norm=self.norm, padding=self.padding
+        )
 
     def _fits(self, x: Tensor, y: Tensor) -> bool:
         if not self.k and x.dim() and y.dim():

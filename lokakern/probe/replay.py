@@ -20,7 +20,7 @@ from itertools import groupby
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lokakern.build.prebuild import prebuild
 from lokakern.device import current_device, current_environment
@@ -144,7 +144,7 @@ class LearnedSite:
             weight,
         )  # fmt: skip
 
-    def _rows(self, part: str, rows: int, _columns: int, _seed: int) -> Tensor:
+    def _rows(self, part: str, rows: int, columns: int, _seed: int) -> Tensor:
         """Each of the sample as often as the others, in steps of 128 rows, as kernels want them."""
         sample = self._samples[part][0].double()
         rows = min(rows, -(-len(sample) // GROUP) * GROUP)
@@ -153,12 +153,12 @@ class LearnedSite:
         place, most = int(sizes.argmax()), getattr(self.statistics, part).amax
         if 0 < float(sizes[place]) < most:
             found[-1] = found[place] * (most / sizes[place])
-        return found
+        return _padded(found, columns)
 
-    def _weight(self, which: int, rows: int, _columns: int, _seed: int) -> Tensor:
+    def _weight(self, which: int, rows: int, columns: int, _seed: int) -> Tensor:
         weight = self._weights[which]
         assert weight is not None  # or its GEMM is not in `gemms`
-        return weight[places_of(rows, len(weight))].double()
+        return _padded(weight[places_of(rows, len(weight))].double(), columns)
 
     def _paired(self, which: int, samples: int, columns: int, seed: int) -> Tensor:
         """Samples of an operand that came together with those of the other, each once.
@@ -184,6 +184,11 @@ class LearnedSite:
             signs = torch.rand(len(sizes), generator=torch.Generator().manual_seed(0)) < 0.5
             found[which] = torch.where(signs, sizes, -sizes)
         return found[:, places_of(columns, sample.shape[1])]
+
+
+def _padded(x: Tensor, columns: int) -> Tensor:
+    """With the zeros of `mods.Pad`."""
+    return nn.functional.pad(x, (0, columns - x.shape[1]))
 
 
 def replay(
