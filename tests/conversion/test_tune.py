@@ -342,6 +342,20 @@ def test_the_real_timer_times_a_step(known: Book) -> None:
     assert found.before.one_us > 0 and found.variants == 2
 
 
+def test_without_fp8_a_cpu_runs_no_step() -> None:
+    """A compiled step of 8192 rows took minutes there, for forms that save launches of GPUs."""
+    handle = convert(model_of(), 0.06)
+    assert not quantized(handle)
+
+    def step() -> None:
+        raise AssertionError("the step ran")
+
+    found = handle.tune(step)
+    assert found.summary == "the step has no quantized product: there is nothing to tune"
+    assert (found.rows, found.variants, found.file.dropped) == ([], 0, set())
+    assert [site.name for site in found.file.sites] == [*handle.sites]
+
+
 # ---- state
 
 
