@@ -58,12 +58,13 @@ class _Site(Struct, forbid_unknown_fields=True):
 
     @classmethod
     def of(cls, site: SiteStatistics) -> _Site:
-        weights = (site.snapshot, site.snapshot_t)
-        rows = (0 if x is None else len(x) for x in weights)
+        rows, rows_t = (0 if x is None else len(x) for x in (site.snapshot, site.snapshot_t))
         dtype = torch.float32 if site.snapshot is None else site.snapshot.dtype
         word: Any = str(dtype).removeprefix("torch.")
         sizes = sorted(site.sizes.items())
-        return cls(site.n, site.k, site.has_bias, site.norm, sizes, word, *rows, site.padding)
+        return cls(
+            site.n, site.k, site.has_bias, site.norm, sizes, word, rows, rows_t, site.padding
+        )
 
     def empty(self, device: torch.device) -> SiteStatistics:
         """Statistics of these sizes; on "meta" nothing is allocated."""
