@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -97,6 +98,7 @@ def explain(
     Of a GPU type that nobody has measured (A100, L40S, B200, B300, MI355X) show the formats whose
     emulated errors are within the budget, such as nvfp4, mxfp8 or int8. No times are known there.
     """
+    from lokakern.bench.fp8_gain.chains import chains_of_model
     from lokakern.bench.fp8_gain.gain import worth
     from lokakern.bench.fp8_gain.products import Product
     from lokakern.bench.fp8_gain.what_if import what_if
@@ -175,6 +177,8 @@ def explain(
                 regime=timing, step=progress.step,
             )  # fmt: skip
         notes.append(found.convert_words())
+        if model is not None and not training:
+            notes += chains_of_model(model, asked, found)
         _print_worth(found, notes, "training" if training else "predictions", how)
         _tell_missing(found, missing)
 
@@ -347,7 +351,7 @@ def _cells(row: Row, found: Worth) -> dict[str, Any]:
     cells |= {
         "choice": (row.kernel or row.state) + mark, "us": us, "bf16 us": bf16_us,
         "x bf16": speedup, "saved us": gain_us,
-        "why": row.why if len(row.why) <= 100 else f"{row.why[:97]}...",
+        "why": textwrap.shorten(row.why, 100, placeholder="..."),
     }  # fmt: skip
     return cells
 
