@@ -139,7 +139,9 @@ class ProbeReport:
         times: bool = False,
         unseen: Mapping[str, str] | None = None,
     ) -> ProbeReport:
-        """Replay every site and judge it, which takes seconds a site without a GPU.
+        """Replay every site and judge it.
+
+        Without a GPU a site takes a second to half a minute: 15 s of 1500 columns on two cores.
 
         Args:
             sites: Their statistics, by name.
