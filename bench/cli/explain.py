@@ -309,16 +309,21 @@ def _products(
         if not found:
             raise UnknownNameError(f"--probe: {str(probe)!r} contains no layer that was called")
         alone += " Counts are calls in all the steps that Probe sampled."
+        alone += _first_words(found, gemms)
         return found, [alone, "Errors are those of the nearest benchmarked distributions; `report "
                        "--probe` replays the operands themselves."]  # fmt: skip
     assert model is not None  # one of the three is given
-    is_trained = len(gemms) > 1
-    found, share = products.products_of_model(model, rows, say, is_trained=is_trained)
-    if is_trained and (first := [p.layer for p in found if not p.needs_input_gradient]):
-        alone += f" The input of {', '.join(first)} needs no gradient."
+    found, share = products.products_of_model(model, rows, say, is_trained=len(gemms) > 1)
+    alone += _first_words(found, gemms)
     if share is not None:
         alone += f" Linear layers, in bfloat16, take {share:.1%} of the FLOPs of a forward pass."
     return found, [alone]
+
+
+def _first_words(products: list[Product], gemms: Any) -> str:
+    """Names of layers whose inputs need no gradient, in training."""
+    first = dict.fromkeys(p.layer for p in products if not p.needs_input_gradient)
+    return f" The input of {', '.join(first)} needs no gradient." * (len(gemms) > 1 and bool(first))
 
 
 def _facts(row: Row) -> dict[str, Any]:

@@ -168,6 +168,7 @@ def _of_site(name: str, site: SiteStatistics, gemms: Sequence[str]) -> Iterator[
     for m, count in sorted(site.sizes.items()):
         if m:
             yield Product(name, m, *site.shape[1:], count, site.has_bias,
+                          needs_input_gradient=site.needs_input_gradient,
                           distributions=distributions)  # fmt: skip
 
 

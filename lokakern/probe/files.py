@@ -43,7 +43,7 @@ class _Kind(Struct):
 class _Site(Struct, forbid_unknown_fields=True):
     """A site; the dtype and the rows of its weight, and of the transpose, 0 without one.
 
-    Files of before have no padding.
+    Files of before have neither padding nor `needs_input_gradient`.
     """
 
     n: Axis
@@ -55,6 +55,7 @@ class _Site(Struct, forbid_unknown_fields=True):
     snapshot: Annotated[int, Meta(ge=0, le=2**24)]
     snapshot_t: Annotated[int, Meta(ge=0, le=2**24)]
     padding: tuple[Zeros, Zeros] = (0, 0)
+    needs_input_gradient: bool = True
 
     @classmethod
     def of(cls, site: SiteStatistics) -> _Site:
@@ -63,8 +64,9 @@ class _Site(Struct, forbid_unknown_fields=True):
         word: Any = str(dtype).removeprefix("torch.")
         sizes = sorted(site.sizes.items())
         return cls(
-            site.n, site.k, site.has_bias, site.norm, sizes, word, rows, rows_t, site.padding
-        )
+            site.n, site.k, site.has_bias, site.norm, sizes, word, rows, rows_t, site.padding,
+            site.needs_input_gradient,
+        )  # fmt: skip
 
     def empty(self, device: torch.device) -> SiteStatistics:
         """Statistics of these sizes; on "meta" nothing is allocated."""
@@ -75,8 +77,9 @@ class _Site(Struct, forbid_unknown_fields=True):
         _ask(fits and is_part == (self.snapshot_t > 0), "a weight has other rows")
         norm = str(norm_named(self.norm)) if self.norm else ""
         site = SiteStatistics(
-            self.n, self.k, device, has_bias=self.bias, norm=norm, padding=self.padding
-        )
+            self.n, self.k, device, has_bias=self.bias, norm=norm, padding=self.padding,
+            needs_input_gradient=self.needs_input_gradient,
+        )  # fmt: skip
         site.sizes = Counter(dict(self.sizes))
         dtype = getattr(torch, self.dtype)
         for name, rows, columns in (

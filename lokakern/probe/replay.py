@@ -91,10 +91,12 @@ class LearnedSite:
         return inputs, gradients
 
     def gemms(self) -> list[str]:
-        """Those that can be drawn: no gradients come by in inference."""
+        """Those that run and can be drawn: no gradients come by in inference."""
         if self._weights[0] is None or not len(self._samples["input"][0]):
             return []
-        return list(GEMMS if len(self._samples["grad_output"][0]) else GEMMS[:1])
+        if not len(self._samples["grad_output"][0]):
+            return list(GEMMS[:1])
+        return [x for x in GEMMS if x != "grad_input" or self.statistics.needs_input_gradient]
 
     def rows_of(self, gemm: str) -> int:
         """Different rows that stand for the operands of a GEMM, or pairs of them."""

@@ -165,6 +165,7 @@ class SiteStatistics:
         cancellations: ``[2]`` float64: the sum of `cancellation_of` over backward passes, and their
             number.
         sizes: How often each m came.
+        needs_input_gradient: Whether some X needed a gradient, as that of a first layer does not.
         padding: Zeros that `mods.Pad` adds to k and to n in the product; operands are without them.
     """
 
@@ -177,9 +178,10 @@ class SiteStatistics:
         has_bias: bool = False,
         norm: str = "",
         padding: tuple[int, int] = (0, 0),
+        needs_input_gradient: bool = True,
     ) -> None:
         self.n, self.k, self.has_bias, self.norm = n, k, has_bias, norm
-        self.padding = padding
+        self.padding, self.needs_input_gradient = padding, needs_input_gradient
         self.device = device
         self.input = OperandStatistics(k, device)
         self.grad_output = OperandStatistics(n, device)
@@ -235,6 +237,7 @@ class SiteStatistics:
         self.cancellations += other.cancellations.to(self.device)
         self.count(other.sizes)
         self.norm = self.norm or other.norm
+        self.needs_input_gradient |= other.needs_input_gradient
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """All tensors by name."""

@@ -153,7 +153,7 @@ def test_padded_layers_are_judged_at_the_sizes_that_they_multiply(tmp_path: Path
         model = nn.Sequential(nn.Linear(60, 44))
         mods.apply(model, [mods.Pad(multiple, multiple)])
         with Probe(model) as probe:
-            model(torch.randn(M, 60)).square().mean().backward()
+            model(torch.randn(M, 60, requires_grad=True)).square().mean().backward()
             probe.step()
         reports.append(probe.report(budget=0.06, seeds=(0,)))
     plain, padded = reports
@@ -182,7 +182,7 @@ def test_layers_changed_by_mods_are_reported_without_warning() -> None:
     mods.apply(model, [mods.FuseShared(), mods.MixTokens()])
     with Probe(model) as probe, warnings.catch_warnings():
         warnings.simplefilter("error")
-        model(inputs(0)).square().mean().backward()
+        model(inputs(0).requires_grad_()).square().mean().backward()
         probe.step()
         report = probe.report(budget=0.06, seeds=(0,))
     parts = {f"attend.{name}": INNER for name in ("first", "second", "third")}

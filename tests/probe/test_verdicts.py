@@ -95,7 +95,7 @@ def model() -> Model:
 def probe(model: Model) -> Probe:
     with Probe(model, every=1) as probe:
         for step in range(3):
-            model(inputs(step)).square().mean().backward()
+            model(inputs(step).requires_grad_()).square().mean().backward()
     return probe
 
 
