@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -97,6 +98,7 @@ def explain(
     Of a GPU type that nobody has measured (A100, L40S, B200, B300, MI355X) show the formats whose
     emulated errors are within the budget, such as nvfp4, mxfp8 or int8. No times are known there.
     """
+    from lokakern.bench.fp8_gain.chains import chains_of_model
     from lokakern.bench.fp8_gain.gain import worth
     from lokakern.bench.fp8_gain.products import Product
     from lokakern.bench.fp8_gain.what_if import what_if
@@ -175,6 +177,8 @@ def explain(
                 regime=timing, step=progress.step,
             )  # fmt: skip
         notes.append(found.convert_words())
+        if model is not None and not training:
+            notes += chains_of_model(model, asked, found)
         _print_worth(found, notes, "training" if training else "predictions", how)
         _tell_missing(found, missing)
 
@@ -313,16 +317,21 @@ def _products(
         if not found:
             raise UnknownNameError(f"--probe: {str(probe)!r} contains no layer that was called")
         alone += " Counts are calls in all the steps that Probe sampled."
+        alone += _first_words(found, gemms)
         return found, [alone, "Errors are those of the nearest benchmarked distributions; `report "
                        "--probe` replays the operands themselves."]  # fmt: skip
     assert model is not None  # one of the three is given
-    is_trained = len(gemms) > 1
-    found, share = products.products_of_model(model, rows, say, is_trained=is_trained)
-    if is_trained and (first := [p.layer for p in found if not p.needs_input_gradient]):
-        alone += f" The input of {', '.join(first)} needs no gradient."
+    found, share = products.products_of_model(model, rows, say, is_trained=len(gemms) > 1)
+    alone += _first_words(found, gemms)
     if share is not None:
         alone += f" Linear layers, in bfloat16, take {share:.1%} of the FLOPs of a forward pass."
     return found, [alone]
+
+
+def _first_words(products: list[Product], gemms: Any) -> str:
+    """Names of layers whose inputs need no gradient, in training."""
+    first = dict.fromkeys(p.layer for p in products if not p.needs_input_gradient)
+    return f" The input of {', '.join(first)} needs no gradient." * (len(gemms) > 1 and bool(first))
 
 
 def _facts(row: Row) -> dict[str, Any]:
@@ -355,7 +364,7 @@ def _cells(row: Row, found: Worth) -> dict[str, Any]:
     cells |= {
         "choice": (row.kernel or row.state) + mark, "us": us, "bf16 us": bf16_us,
         "x bf16": speedup, "saved us": gain_us,
-        "why": row.why if len(row.why) <= 100 else f"{row.why[:97]}...",
+        "why": textwrap.shorten(row.why, 100, placeholder="..."),
     }  # fmt: skip
     return cells
 

@@ -307,12 +307,23 @@ def _predicted_row(product: Product, gemm: str, ways: Sequence[Sequence[Choice]]
         else:
             choice, found = known[0]  # the unprepared weight
             ends = found.latency_us, found.latency_us
-        why = f"predicted: {found}"
         return Row(
-            product, gemm, PREDICTED, choice.kernel, None, None, choice.errors.get("row_err"), why,
-            Predicted(found.latency_us, found.plain_us, *ends),
+            product, gemm, PREDICTED, choice.kernel, None, None, choice.errors.get("row_err"),
+            _why_predicted(choice, found), Predicted(found.latency_us, found.plain_us, *ends),
         )  # fmt: skip
     return None
+
+
+def _why_predicted(choice: Choice, found: Prediction) -> str:
+    """The speedup first, because tables cut the end."""
+    if not found.quantizing:
+        return f"predicted: {found}"
+    is_certain = _quantizes(choice) or found.speedup <= 1
+    return (
+        f"predicted: FP8 {found.speedup:.2f}x as fast ({found.low:.2f} to {found.high:.2f})"
+        f"{'' if is_certain else ', not for certain'}; {found.quantizing} against {found.plain}; "
+        f"{found.coverage:.0%} of measurements that were left out are in such intervals"
+    )
 
 
 def _quantizes(choice: Choice) -> bool:

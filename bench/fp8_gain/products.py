@@ -167,7 +167,8 @@ def _of_site(name: str, site: SiteStatistics, gemms: Sequence[str]) -> Iterator[
         distributions[gemm] = (f"{OUTSIDE}: {words}" if words else nearest(print_),)
     for m, count in sorted(site.sizes.items()):
         if m:
-            yield Product(name, m, site.n, site.k, count, site.has_bias,
+            yield Product(name, m, *site.shape[1:], count, site.has_bias,
+                          needs_input_gradient=site.needs_input_gradient,
                           distributions=distributions)  # fmt: skip
 
 

@@ -865,8 +865,8 @@ class Conversion:
             notes.append(f"{RELU_KERNEL} applies the relu behind {', '.join(self.rectified)}")
         if self.joined:
             notes.append(
-                f"compiled training: {GRADIENT_KERNEL} computes gradients of bias, norm and "
-                f"activation behind {', '.join(self.joined)}"
+                f"compiled training: {GRADIENT_KERNEL} computes gradients of biases and of what is "
+                f"behind {', '.join(_joined_words(*x) for x in self.joined.items())}"
             )
         if dots := [name for name, form in self.forms.items() if form == DOT]:
             notes.append(f"compiled code: sums over products of elements in {', '.join(dots)}")
@@ -1253,6 +1253,13 @@ def _source_of(
             "number (the largest row error, 0.06 admits E4M3), an ErrorBudget or None"
         )
     return Judge(budget_of(wanted), distributions)
+
+
+def _joined_words(name: str, text: str) -> str:
+    """A site and what is behind it, such as "0 (layer norm, relu)"."""
+    norm, activation, *_ = text.split()
+    words = [*([] if norm == "none" else [f"{norm} norm"]), activation]
+    return f"{name} ({', '.join(word for word in words if word != 'none')})"
 
 
 def _time_of(route: Route, choice: Choice) -> Time | None:

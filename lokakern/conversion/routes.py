@@ -35,6 +35,8 @@ from lokakern.registry.register import Kernel, fp8_format
 from lokakern.selection import dispatcher
 from lokakern.selection.candidates import Candidate
 from lokakern.selection.choice import Choice
+from lokakern.selection.measured_neighbors import sizes_of
+from lokakern.selection.padded_rows import padded_problem
 from lokakern.selection.table import Table
 from lokakern.selection.weight_forms import FORMS as FORMS
 from lokakern.selection.weight_forms import with_weight
@@ -54,6 +56,7 @@ from lokakern.workloads.norm_cases import norm_quantize_case
 GEMMS = ("output", "grad_input", "grad_weight")
 ANY_M = 2**31  # larger than any m
 NO_GRADIENTS = "inference has none"  # the reason of their routes
+UNALIGNED = "convert takes no predictions of unaligned rows"
 PREDICTED = ", predicted at the lower end of an interval, not measured"
 # m of swept weight gradients, in addition to those of the output
 SAMPLES = (1024, 2048, 8192, 20480)
@@ -347,8 +350,11 @@ def _best_route(
         if not every.measured_m:
             if not judge.predicts:  # a prediction takes its place; a search for words takes 20 ms
                 return Route(gemm, PLAIN, "nothing was measured")
-            note, _, _ = every.pick(16).note.partition(": ask with")  # which a conversion cannot
-            return Route(gemm, PLAIN, note or "nothing was measured")
+            why = _why_unaligned(every, judge.regime)
+            if not why:
+                # A conversion cannot ask with other arguments.
+                why, _, _ = every.pick(16).note.partition(": ask with")
+            return Route(gemm, PLAIN, why or "nothing was measured")
         sizes = _sizes(every, m_range)
         return Route(gemm, PLAIN, _why_plain(every, sizes), tuple(Choice(every, m) for m in sizes))
     gain, form, aligned = best
@@ -487,6 +493,16 @@ def _why_plain(table: Table, sizes: Sequence[int]) -> str:
     return f"at m={sizes[-1]} {_reasons(Choice(table, sizes[-1]))}"
 
 
+def _why_unaligned(table: Table, regime: str) -> str:
+    """Why nothing was chosen for unaligned rows that were not measured; "" for aligned ones."""
+    if not table.padded or table.device not in dispatcher.snapshot().devices:
+        return ""
+    return (
+        f"nothing was measured at {sizes_of(table.problem)}, {regime}, and {UNALIGNED}: mods.Pad, "
+        f"before it, makes them {table.padded}"
+    )
+
+
 _SLOWER = re.compile(r"slower: ([0-9.]+) us")
 EMULATED = "torch.emulated_"  # in names of kernels
 _NOT_HERE = ("not installed", "reads no weight quantized ahead", "emulates", "rows of n=")
@@ -542,6 +558,8 @@ def _grad_weight_route(
     if not choices:
         others = [choice.problem.k for choice in measured(sorted(known)) if m_range is not None]
         where = "was never measured"
+        if judge.predicts and padded_problem(grad_weight_case(SAMPLES[0], n, k).problem):
+            where += f", and {UNALIGNED}: mods.Pad, before it, aligns them"
         if others:
             sizes = ", ".join(map(str, others))
             where = f"was measured at m={sizes}, not within m_range={low}..{high}"

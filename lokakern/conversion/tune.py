@@ -188,6 +188,10 @@ def tune(
     before = {name: site.routes for name, site in conversion.sites.items()}, conversion.plain
     others_before = conversion.off_chains, conversion.has_relus
     weight = shape_of(next(iter(conversion.sites.values())).module)[3]
+    is_on_cpu = make_timer is StepTimer and weight.device.type == "cpu"
+    if is_on_cpu and not _is_quantized(conversion):
+        start_again(conversion)
+        return _nothing(conversion, graph)
     with contextlib.ExitStack() as stack:
         if not progress.is_shown():
             from lokakern.render.terminal import TerminalProgress  # rich takes time to import
@@ -235,6 +239,19 @@ def tune(
         tuned, search.before, after, timer.now() - search.begun, len(search.variants),
         search.is_timed_out, file, tuple(f"{name}/{gemm}" for name, gemm in idle),
     )  # fmt: skip
+
+
+def _is_quantized(conversion: Conversion) -> bool:
+    """Whether some product or chain is; of all else a step gains launches, which a CPU has not."""
+    routes = (route for routes in conversion.untuned.values() for route in routes)
+    return any(route.text for route in routes) or any(s.plan.chains for s in conversion.spans)
+
+
+def _nothing(conversion: Conversion, is_graph: bool) -> Tuning:
+    """The outcome without a product to decide on, for which the step need not run."""
+    texts = {name: tuple(r.text for r in routes) for name, routes in conversion.untuned.items()}
+    file = tuning_file.file_of(conversion, texts, {}, set(), (1.0, 1.0, 1.0), is_graph)
+    return Tuning((), None, None, 0.0, 0, False, file)
 
 
 def apply_tuning(conversion: Conversion, file: tuning_file.TuningFile) -> None:

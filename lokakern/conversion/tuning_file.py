@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -252,16 +252,16 @@ def check(file: TuningFile, conversion: Conversion, path: str) -> None:
         other = tuned[name]
         for key in ("n", "k", "has_bias", "dtype"):
             _check_equal(f"{key} of {name}", getattr(other, key), getattr(site, key), path)
-    _check_equal("its kernels", file.kernels, here.kernels, path)  # other sizes take others
-    for name, site in found.items():
-        other = tuned[name]
-        if [(p.gemm, p.route) for p in site.products] != [
-            (p.gemm, p.route) for p in other.products
-        ]:
-            raise ChoicesError(
-                f"tuning {path}: other kernels were chosen for {name} when it was tuned, by "
-                f"another budget, arguments of convert or measurements; {_REMEDY}"
-            )
+    then, now = (
+        {(name, p.gemm): p.route for name, site in x.items() for p in site.products}
+        for x in (tuned, found)
+    )
+    strange = [f"{x[0]}/{x[1]}" for x in dict.fromkeys((*now, *then)) if then.get(x) != now.get(x)]
+    if strange:
+        raise ChoicesError(
+            f"tuning {path}: other kernels were chosen for {_few(strange)} when it was tuned, by "
+            f"another budget, arguments of convert or measurements; {_REMEDY}"
+        )
     plans, others = ({tuple(c.sites): c.plan for c in x.chains} for x in (here, file))
     for sites in dict.fromkeys((*plans, *others)):
         if plans.get(sites) != others.get(sites) or len(others) != len(file.chains):
@@ -269,6 +269,15 @@ def check(file: TuningFile, conversion: Conversion, path: str) -> None:
                 f"tuning {path}: another chain was chosen for {words_of(sites)} when it was tuned, "
                 f"by another budget, arguments of convert or measurements; {_REMEDY}"
             )
+    # Last, because other routes take other kernels.
+    every = sorted({*file.kernels, *here.kernels})
+    changed = [name for name in every if file.kernels.get(name) != here.kernels.get(name)]
+    if changed:
+        digests = [x.kernels.get(changed[0], "absent")[:12] for x in (file, here)]
+        raise ChoicesError(
+            f"tuning {path}: other code was tuned of {_few(changed)}: the digest of {changed[0]} "
+            f"is {digests[0]}, and here it is {digests[1]}; {_REMEDY}"
+        )
 
 
 class _Kind(Struct):
@@ -321,6 +330,11 @@ def _check_equal(what: str, then: Any, now: Any, path: str) -> None:
     raise ChoicesError(
         f"tuning {path}: {what} is {_shown(then)}, and here it is {_shown(now)}; {_REMEDY}"
     )
+
+
+def _few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
 
 
 def _shown(value: Any) -> str:

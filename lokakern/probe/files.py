@@ -29,6 +29,7 @@ FORMAT, VERSION = "lokakern.probe", 4
 LARGEST_FILE, LARGEST_HEADER = 16 * 2**30, 16 * 2**20
 Axis = Annotated[int, Meta(ge=1, le=2**24)]
 Count = Annotated[int, Meta(ge=0, le=2**53)]
+Zeros = Annotated[int, Meta(ge=0, le=2**24)]
 Dtype = Literal["float64", "float32", "float16", "bfloat16"]
 
 
@@ -40,7 +41,10 @@ class _Kind(Struct):
 
 
 class _Site(Struct, forbid_unknown_fields=True):
-    """A site; the dtype and the rows of its weight, and of the transpose, 0 without one."""
+    """A site; the dtype and the rows of its weight, and of the transpose, 0 without one.
+
+    Files of before have neither padding nor `needs_input_gradient`.
+    """
 
     n: Axis
     k: Axis
@@ -50,15 +54,19 @@ class _Site(Struct, forbid_unknown_fields=True):
     dtype: Dtype
     snapshot: Annotated[int, Meta(ge=0, le=2**24)]
     snapshot_t: Annotated[int, Meta(ge=0, le=2**24)]
+    padding: tuple[Zeros, Zeros] = (0, 0)
+    needs_input_gradient: bool = True
 
     @classmethod
     def of(cls, site: SiteStatistics) -> _Site:
-        weights = (site.snapshot, site.snapshot_t)
-        rows = (0 if x is None else len(x) for x in weights)
+        rows, rows_t = (0 if x is None else len(x) for x in (site.snapshot, site.snapshot_t))
         dtype = torch.float32 if site.snapshot is None else site.snapshot.dtype
         word: Any = str(dtype).removeprefix("torch.")
         sizes = sorted(site.sizes.items())
-        return cls(site.n, site.k, site.has_bias, site.norm, sizes, word, *rows)
+        return cls(
+            site.n, site.k, site.has_bias, site.norm, sizes, word, rows, rows_t, site.padding,
+            site.needs_input_gradient,
+        )  # fmt: skip
 
     def empty(self, device: torch.device) -> SiteStatistics:
         """Statistics of these sizes; on "meta" nothing is allocated."""
@@ -68,7 +76,10 @@ class _Site(Struct, forbid_unknown_fields=True):
         fits = self.snapshot <= self.n and self.snapshot_t <= self.k
         _ask(fits and is_part == (self.snapshot_t > 0), "a weight has other rows")
         norm = str(norm_named(self.norm)) if self.norm else ""
-        site = SiteStatistics(self.n, self.k, device, has_bias=self.bias, norm=norm)
+        site = SiteStatistics(
+            self.n, self.k, device, has_bias=self.bias, norm=norm, padding=self.padding,
+            needs_input_gradient=self.needs_input_gradient,
+        )  # fmt: skip
         site.sizes = Counter(dict(self.sizes))
         dtype = getattr(torch, self.dtype)
         for name, rows, columns in (

@@ -35,6 +35,8 @@ OCTAVES_MOVED = 0.5  # from which what cancels has moved
 # By what a difference is divided before distances are taken.
 UNIT = {"zeros": 0.25, "zero_rows": 0.25}
 OCTAVES_A_UNIT = 4.0
+SPREADS = ("row_spread", "column_spread")
+WIDE = 8.0  # octaves: features of 300 times the size of others, of the 15 that E4M3 has in full
 LEAST_VARIANCE = 1e-13  # of the square of a mean; less is rounding of sums
 
 Fingerprint = Mapping[str, float]
@@ -119,14 +121,29 @@ def _benchmarked() -> dict[str, tuple[dict[str, float], ...]]:
 
 def outside(found: Fingerprint) -> str:
     """What of a fingerprint is outside the hull of the realistic distributions; "" for nothing."""
+    return ", ".join(
+        f"{name} {found[name]:.3g} is outside {low:.3g} to {high:.3g}"
+        for name, (low, high) in _exceeded(found).items()
+    )
+
+
+def _exceeded(found: Fingerprint) -> dict[str, tuple[float, float]]:
+    """The hull in what of a fingerprint is outside of it."""
     every = [print_ for prints in _benchmarked().values() for print_ in prints]
-    words = []
-    for name, value in found.items():
-        low, high = min(p[name] for p in every), max(p[name] for p in every)
-        slack = SLACK.get(name, OCTAVES_OF_SLACK)
-        if not low - slack <= value <= high + slack:
-            words.append(f"{name} {value:.3g} is outside {low:.3g} to {high:.3g}")
-    return ", ".join(words)
+    ends = {name: (min(p[name] for p in every), max(p[name] for p in every)) for name in found}
+    return {
+        name: (low, high) for name, (low, high) in ends.items()
+        if not low - (slack := SLACK.get(name, OCTAVES_OF_SLACK)) <= found[name] <= high + slack
+    }  # fmt: skip
+
+
+def unusual(found: Fingerprint) -> str:
+    """Wide spreads, and what is outside the hull, in a few words; "" for nothing."""
+    exceeded = _exceeded(found)
+    return ", ".join(
+        f"{name} {value:.3g}" for name, value in found.items()
+        if name in exceeded or (name in SPREADS and value >= WIDE)
+    )  # fmt: skip
 
 
 def nearest(found: Fingerprint) -> str:

@@ -131,8 +131,17 @@ class Recorder:
 
     _numbers = itertools.count()
 
-    def __init__(self, sampler: Sampler, n: int, k: int, has_bias: bool, norm: str) -> None:
+    def __init__(
+        self,
+        sampler: Sampler,
+        n: int,
+        k: int,
+        has_bias: bool,
+        norm: str,
+        padding: tuple[int, int] = (0, 0),
+    ) -> None:
         self.sampler, self.n, self.k, self.has_bias, self.norm = sampler, n, k, has_bias, norm
+        self.padding = padding
         self.statistics: SiteStatistics | None = None
         self.number = next(self._numbers)  # by which an op in a graph finds it
         self.unseen, self.steps = "", 0  # why a call was not sampled; sampled steps with a call
@@ -190,6 +199,7 @@ class Recorder:
             return NO_CALL
         sample, call = self.forward(x, weight, y, has_gradient), NO_CALL
         if has_gradient:
+            self.see_input_gradient()  # which the graph does not tell
             call = next(self._numbers)
             self._samples[call] = sample
         return call
@@ -256,7 +266,15 @@ class Recorder:
         return found
 
     def empty_statistics(self, device: torch.device) -> SiteStatistics:
-        return SiteStatistics(self.n, self.k, device, has_bias=self.has_bias, norm=self.norm)
+        return SiteStatistics(
+            self.n, self.k, device, has_bias=self.has_bias, norm=self.norm, padding=self.padding,
+            needs_input_gradient=False,
+        )  # fmt: skip
+
+    def see_input_gradient(self) -> None:
+        """Of a call that was seen, the input needs a gradient."""
+        if self.statistics is not None:
+            self.statistics.needs_input_gradient = True
 
     def _fits(self, x: Tensor, y: Tensor) -> bool:
         if not self.k and x.dim() and y.dim():
@@ -363,6 +381,8 @@ def hook_of(recorder: Recorder, seen: Callable[[Recorder, Tensor], None]) -> Hoo
             sample = recorder.forward(x, weight, y, has_gradient)
             if sample is not None:
                 seen(recorder, y)
+        if has_gradient and x.requires_grad:
+            recorder.see_input_gradient()
         if sample is not None and has_gradient:
             y.register_hook(functools.partial(recorder.backward, sample))  # type: ignore[no-untyped-call]
         return None

@@ -71,14 +71,15 @@ def _of_its_own(accumulation: str) -> list[str]:
 
 def problem_of(site: SiteStatistics, gemm: str, norm: str = "") -> Problem:
     """One GEMM of a site at the median m, and the normalization after it, if it is asked for."""
-    if norm:
-        return make_problem("gemm_norm", (site.m, site.n, site.k), epilogue=norm)
+    m, n, k = site.shape
+    if norm:  # of the outputs alone
+        return make_problem("gemm_norm", (m, site.n, k), epilogue=norm)
     if gemm == "output":
-        return make_problem("gemm", (site.m, site.n, site.k))
+        return make_problem("gemm", (m, n, k))
     if gemm == "grad_input":
         fp8 = fp8_format(current_device())
-        return next(iter(grad_input_cases(site.m, site.n, site.k, fp8))).problem
-    return grad_weight_case(site.m, site.n, site.k).problem
+        return next(iter(grad_input_cases(m, n, k, fp8))).problem
+    return grad_weight_case(m, n, k).problem
 
 
 def norms_after(site: SiteStatistics, gemm: str) -> list[str]:
@@ -90,8 +91,9 @@ def norms_after(site: SiteStatistics, gemm: str) -> list[str]:
 
 def padded(site: SiteStatistics) -> Problem | None:
     """The output's GEMM with K padded to what libraries take; None where it is."""
-    k = -(-site.k // ALIGNED) * ALIGNED
-    return make_problem("gemm", (site.m, site.n, k)) if k != site.k else None
+    m, n, k = site.shape
+    wide = -(-k // ALIGNED) * ALIGNED
+    return make_problem("gemm", (m, n, wide)) if wide != k else None
 
 
 def problems_to_time(site: SiteStatistics, gemm: str) -> Iterator[Problem]:

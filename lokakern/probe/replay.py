@@ -20,7 +20,7 @@ from itertools import groupby
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lokakern.build.prebuild import prebuild
 from lokakern.device import current_device, current_environment
@@ -91,10 +91,12 @@ class LearnedSite:
         return inputs, gradients
 
     def gemms(self) -> list[str]:
-        """Those that can be drawn: no gradients come by in inference."""
+        """Those that run and can be drawn: no gradients come by in inference."""
         if self._weights[0] is None or not len(self._samples["input"][0]):
             return []
-        return list(GEMMS if len(self._samples["grad_output"][0]) else GEMMS[:1])
+        if not len(self._samples["grad_output"][0]):
+            return list(GEMMS[:1])
+        return [x for x in GEMMS if x != "grad_input" or self.statistics.needs_input_gradient]
 
     def rows_of(self, gemm: str) -> int:
         """Different rows that stand for the operands of a GEMM, or pairs of them."""
@@ -144,7 +146,7 @@ class LearnedSite:
             weight,
         )  # fmt: skip
 
-    def _rows(self, part: str, rows: int, _columns: int, _seed: int) -> Tensor:
+    def _rows(self, part: str, rows: int, columns: int, _seed: int) -> Tensor:
         """Each of the sample as often as the others, in steps of 128 rows, as kernels want them."""
         sample = self._samples[part][0].double()
         rows = min(rows, -(-len(sample) // GROUP) * GROUP)
@@ -153,12 +155,12 @@ class LearnedSite:
         place, most = int(sizes.argmax()), getattr(self.statistics, part).amax
         if 0 < float(sizes[place]) < most:
             found[-1] = found[place] * (most / sizes[place])
-        return found
+        return _padded(found, columns)
 
-    def _weight(self, which: int, rows: int, _columns: int, _seed: int) -> Tensor:
+    def _weight(self, which: int, rows: int, columns: int, _seed: int) -> Tensor:
         weight = self._weights[which]
         assert weight is not None  # or its GEMM is not in `gemms`
-        return weight[places_of(rows, len(weight))].double()
+        return _padded(weight[places_of(rows, len(weight))].double(), columns)
 
     def _paired(self, which: int, samples: int, columns: int, seed: int) -> Tensor:
         """Samples of an operand that came together with those of the other, each once.
@@ -184,6 +186,11 @@ class LearnedSite:
             signs = torch.rand(len(sizes), generator=torch.Generator().manual_seed(0)) < 0.5
             found[which] = torch.where(signs, sizes, -sizes)
         return found[:, places_of(columns, sample.shape[1])]
+
+
+def _padded(x: Tensor, columns: int) -> Tensor:
+    """With the zeros of `mods.Pad`."""
+    return nn.functional.pad(x, (0, columns - x.shape[1]))
 
 
 def replay(

@@ -16,7 +16,7 @@ import msgspec
 
 from lokakern.device import current_device
 from lokakern.errors import DeviceError, UnknownNameError, UnsupportedError
-from lokakern.probe.fingerprint import Fingerprint, fingerprint_of, moved, nearest, outside
+from lokakern.probe.fingerprint import Fingerprint, fingerprint_of, moved, nearest, outside, unusual
 from lokakern.probe.statistics import SiteStatistics
 from lokakern.probe.verdicts import BUDGET, SPEEDS, Verdict, verdicts_of
 from lokakern.progress import Progress, is_shown
@@ -88,10 +88,14 @@ class SiteReport(tuple[str, ...]):
         return SiteReport(self.name, found).warned()
 
     def warned(self) -> SiteReport:
-        """Itself; warns where operands are like no benchmarked distribution."""
+        """Itself; warns where operands are like no benchmarked distribution.
+
+        Verdicts do not depend on that.
+        """
         if self[0].startswith(dispatcher.OUTSIDE):
             warnings.warn(
-                f"{self.name} is like no benchmarked distribution, so its kernels are bfloat16's: "
+                f"{self.name} is like no benchmarked distribution, so dispatch by it chooses "
+                "bfloat16's kernels; verdicts, and convert by the report, are of its own rows: "
                 f"{self[0].removeprefix(dispatcher.OUTSIDE + ': ')}",
                 stacklevel=3,
             )
@@ -135,7 +139,9 @@ class ProbeReport:
         times: bool = False,
         unseen: Mapping[str, str] | None = None,
     ) -> ProbeReport:
-        """Replay every site and judge it, which takes seconds a site without a GPU.
+        """Replay every site and judge it.
+
+        Without a GPU a site takes a second to half a minute: 15 s of 1500 columns on two cores.
 
         Args:
             sites: Their statistics, by name.
@@ -218,7 +224,8 @@ class ProbeReport:
     def __getitem__(self, name: str) -> SiteReport:
         """Results of a site, or of all whose names begin with this and a dot.
 
-        Warns where operands are like no benchmarked distribution: kernels are bfloat16's then.
+        Warns where operands are like no benchmarked distribution: dispatch chooses bfloat16's
+        kernels then.
 
         Raises:
             UnknownNameError: There is none.
@@ -270,9 +277,10 @@ class ProbeReport:
                 **_numbers(asdict(v)),
                 "unsafe": ", ".join(c.scales for c in v.classes if c.safety == "unsafe"),
                 "change": v.change,
-                "notes": "; ".join(v.notes),
+                "notes": "; ".join((*v.notes, *_seen(j.fingerprint))),
             }
-            for v in self.verdicts
+            for j in self._judged
+            for v in (j.verdict,)
         ]
 
     @property
@@ -336,6 +344,12 @@ class ProbeReport:
             OSError: It cannot be written.
         """
         Path(path).write_text(page_of(self.content()), encoding="utf-8")
+
+
+def _seen(fingerprint: Fingerprint) -> list[str]:
+    """What a reader may miss in the errors of operands: they are those of its own rows."""
+    words = unusual(fingerprint)
+    return [f"seen: {words}; judged on its own rows"] if words else []
 
 
 def _known(device: str) -> tuple[Device, tuple[WhatIf, ...]]:

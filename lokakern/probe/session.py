@@ -140,7 +140,8 @@ class Probe:
         self._watches: list[Watch] = []
         for name, module in self._modules.items():
             norm = given.get(name, found.get(module, ""))
-            self._recorders[name] = Recorder(self._sampler, *_shape_of(name, module), norm)
+            padding = module.padding if isinstance(module, Linear) else (0, 0)
+            self._recorders[name] = Recorder(self._sampler, *_shape_of(name, module), norm, padding)
             watch = watch_of_site(check, BUDGET, name)
             if watch is not None and type(module) in (nn.Linear, *LINEARS):
                 self._recorders[name].check = functools.partial(_compare, watch, module)

@@ -165,12 +165,23 @@ class SiteStatistics:
         cancellations: ``[2]`` float64: the sum of `cancellation_of` over backward passes, and their
             number.
         sizes: How often each m came.
+        needs_input_gradient: Whether some X needed a gradient, as that of a first layer does not.
+        padding: Zeros that `mods.Pad` adds to k and to n in the product; operands are without them.
     """
 
     def __init__(
-        self, n: int, k: int, device: torch.device, *, has_bias: bool = False, norm: str = ""
+        self,
+        n: int,
+        k: int,
+        device: torch.device,
+        *,
+        has_bias: bool = False,
+        norm: str = "",
+        padding: tuple[int, int] = (0, 0),
+        needs_input_gradient: bool = True,
     ) -> None:
         self.n, self.k, self.has_bias, self.norm = n, k, has_bias, norm
+        self.padding, self.needs_input_gradient = padding, needs_input_gradient
         self.device = device
         self.input = OperandStatistics(k, device)
         self.grad_output = OperandStatistics(n, device)
@@ -226,6 +237,7 @@ class SiteStatistics:
         self.cancellations += other.cancellations.to(self.device)
         self.count(other.sizes)
         self.norm = self.norm or other.norm
+        self.needs_input_gradient |= other.needs_input_gradient
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """All tensors by name."""
@@ -243,6 +255,12 @@ class SiteStatistics:
         sizes = sorted(self.sizes)
         reached = list(itertools.accumulate(self.sizes[m] for m in sizes))
         return max(sizes[bisect.bisect_left(reached, reached[-1] / 2)], 1) if sizes else 1
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """The median m, n and k of the product, with padding."""
+        more_k, more_n = self.padding
+        return self.m, self.n + more_n, self.k + more_k
 
     def products(self, gemm: str) -> tuple[Tensor, Tensor] | None:
         """Some sampled rows ``[.., k]`` and rows of the weight, float64; None where one lacks.

@@ -279,5 +279,5 @@ def _change(
         return "drop the bias"
     wider = padded(statistics)
     if wider is not None and _Times(wider, device).is_fast(safe):
-        return f"pad K {statistics.k} to {wider.k}"
+        return f"pad K {statistics.shape[2]} to {wider.k}"
     return ""

@@ -111,7 +111,16 @@ def test_what_was_predicted_is_still_to_be_measured() -> None:
 
 
 def test_unaligned_sizes_are_not_predicted() -> None:
-    assert not any(texts(converted(*ODD, inference=False)).values())
+    """The reason names the regime of convert, and what to do, not the nearest of other sizes."""
+    found = converted(*ODD, inference=False)
+    assert not any(texts(found).values())
+    output, grad_input, grad_weight = (route.why for route in found.sites["0"].routes)
+    for why in (output, grad_input):
+        assert (
+            why.startswith("nothing was measured at n=") and ", compiled-graph, and convert" in why
+        )
+        assert "unaligned rows: mods.Pad, before it, makes them n=" in why
+    assert grad_weight.endswith("unaligned rows: mods.Pad, before it, aligns them")
 
 
 def test_a_budget_below_the_bound_quantizes_nothing() -> None:

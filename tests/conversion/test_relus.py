@@ -154,7 +154,7 @@ def test_a_tuning_with_relus_is_for_the_kernel_that_was_timed(
     tuning_file.write(msgspec.structs.replace(file, digest=tuning_file._digest(file)), old)
     assert bool(convert(model_of(), 0.06, tuned=old).rectified) == (gain_us > 0)
     monkeypatch.setitem(KERNELS, KERNEL, dataclasses.replace(KERNELS[KERNEL], modules=()))
-    with pytest.raises(ChoicesError, match="its kernels is"):
+    with pytest.raises(ChoicesError, match=f"the digest of {KERNEL} is"):
         convert(model_of(), 0.06, tuned=new)
 
 

@@ -94,7 +94,7 @@ def test_tails_are_reached(known: Book, capsys: pytest.CaptureFixture[str]) -> N
     handle.table()
     told = " ".join(capsys.readouterr().out.split())
     assert f"{KERNEL} applies the relu behind mask.up, mask.down" in told
-    assert "activation behind mask.hidden, mask.up, mask.down, mask.first" in told
+    assert "behind mask.hidden (layer norm), mask.up (relu), mask.down (relu), mask.first (" in told
     assert crossed_of(model.mask) is not None and crossed_of(model) is None
     handle.undo()
     assert is_own(model) and type(model.mask.up) is nn.Linear and not handle.joined

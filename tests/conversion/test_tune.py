@@ -342,6 +342,20 @@ def test_the_real_timer_times_a_step(known: Book) -> None:
     assert found.before.one_us > 0 and found.variants == 2
 
 
+def test_without_fp8_a_cpu_runs_no_step() -> None:
+    """A compiled step of 8192 rows took minutes there, for forms that save launches of GPUs."""
+    handle = convert(model_of(), 0.06)
+    assert not quantized(handle)
+
+    def step() -> None:
+        raise AssertionError("the step ran")
+
+    found = handle.tune(step)
+    assert found.summary == "the step has no quantized product: there is nothing to tune"
+    assert (found.rows, found.variants, found.file.dropped) == ([], 0, set())
+    assert [site.name for site in found.file.sites] == [*handle.sites]
+
+
 # ---- state
 
 
@@ -597,9 +611,10 @@ def test_a_file_for_something_else_is_refused(known: Book, tmp_path: Path) -> No
         (model_of().float(), {}, "dtype of 0 is 'bfloat16', and here it is 'float32'"),
         (model_of(), {"inference": True}, "its is_inference is False"),
         (model_of(), {"m_range": (512, 2048)}, "other kernels were chosen"),
+        (model_of(), {"budget": 1e-5}, "for 0/output, 0/grad_input, 0/grad_weight and .* by anoth"),
     ):
         with pytest.raises(ChoicesError, match=words):
-            convert(model, 0.06, tuned=path, **options)
+            convert(model, options.pop("budget", 0.06), tuned=path, **options)
         assert all(type(m) is not lokakern.Linear for m in model.modules())
 
 
@@ -617,12 +632,12 @@ def test_a_size_that_differs_is_told_before_kernels(known: Book, tmp_path: Path)
 
 
 def test_of_kernels_that_differ_nothing_else_is_told(known: Book, tmp_path: Path) -> None:
-    path, handle, _ = saved(tmp_path)
+    path, _, _ = saved(tmp_path)
     file = read(path)
-    more = msgspec.structs.replace(file, kernels={**file.kernels, "more": "digest"})
-    words = "its kernels is {'more': 'digest'}, and here it is {};"
+    more = msgspec.structs.replace(file, kernels={**file.kernels, "more": "0123456789abcdef"})
+    words = "of more: the digest of more is 0123456789ab, and here it is absent;"
     with pytest.raises(ChoicesError, match=re.escape(words)):
-        check(more, handle, "FILE")
+        check(more, convert(model_of(), 0.06), "FILE")
 
 
 def test_a_file_of_another_version_is_refused(

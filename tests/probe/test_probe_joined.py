@@ -1,10 +1,11 @@
-"""Probing layers that Mods fuse, or multiply across tokens."""
+"""Probing layers that Mods fuse, pad, or multiply across tokens."""
 
 from __future__ import annotations
 
 import copy
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ from torch.nn import functional
 
 import lokakern
 from lokakern import mods
+from lokakern.bench.fp8_gain.products import products_of_probe
 from lokakern.errors import UnknownNameError
 from lokakern.nn.module_scan import INNER, MIXING
+from lokakern.probe import files
 from lokakern.probe.session import Probe
 from tests.support import probe_ranks
 
@@ -142,6 +145,30 @@ def test_nested_outputs_are_unchanged() -> None:
     assert probe.unseen()["fusedlinear_0"] == "its outputs are no plain tensors"
 
 
+def test_padded_layers_are_judged_at_the_sizes_that_they_multiply(tmp_path: Path) -> None:
+    """Zeros change no error; the operands of a file stay as they came."""
+    reports = []
+    for multiple in (1, 16):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(60, 44))
+        mods.apply(model, [mods.Pad(multiple, multiple)])
+        with Probe(model) as probe:
+            model(torch.randn(M, 60, requires_grad=True)).square().mean().backward()
+            probe.step()
+        reports.append(probe.report(budget=0.06, seeds=(0,)))
+    plain, padded = reports
+    assert [v.shape for v in plain] == [(M, 44, 60), (M, 60, 44), (44, 60, M)]
+    assert [v.shape for v in padded] == [(M, 48, 64), (M, 64, 48), (48, 64, M)]
+    for one, other in zip(plain, padded, strict=True):
+        assert [c.scales for c in one.classes] == [c.scales for c in other.classes]
+        for a, b in zip(one.classes, other.classes, strict=True):
+            assert b.row_err == pytest.approx(a.row_err, rel=0.1)
+    probe.save(tmp_path / "probe.bin")
+    (site,) = files.load(tmp_path / "probe.bin").values()
+    assert (site.n, site.k, site.shape) == (44, 60, (M, 48, 64))
+    assert [(p.n, p.k) for p in products_of_probe({"0": site}, ["output"])] == [(48, 64)]
+
+
 def test_layers_changed_by_mods_are_reported_without_warning() -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:
@@ -155,7 +182,7 @@ def test_layers_changed_by_mods_are_reported_without_warning() -> None:
     mods.apply(model, [mods.FuseShared(), mods.MixTokens()])
     with Probe(model) as probe, warnings.catch_warnings():
         warnings.simplefilter("error")
-        model(inputs(0)).square().mean().backward()
+        model(inputs(0).requires_grad_()).square().mean().backward()
         probe.step()
         report = probe.report(budget=0.06, seeds=(0,))
     parts = {f"attend.{name}": INNER for name in ("first", "second", "third")}

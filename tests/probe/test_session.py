@@ -20,9 +20,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from lokakern.bench.fp8_gain.products import products_of_probe
 from lokakern.errors import DatabaseError, LokakernError, ShapeError, UnknownNameError
 from lokakern.probe import files
 from lokakern.probe.hooks import MOST_CALLS
+from lokakern.probe.replay import LearnedSite
 from lokakern.probe.session import Probe
 from lokakern.probe.statistics import SiteStatistics
 from tests.support.probe_ranks import HIDDEN, KINDS, K, M, N, inputs, model_of, train
@@ -63,6 +65,26 @@ def test_only_sampled_steps_are_recorded() -> None:
     assert (probe.sites()["0"].has_bias, probe.sites()["3"].has_bias) == (True, False)
     train(model, model, 5)
     check(probe.sites(), [0, 3, 6])
+
+
+def test_a_first_layer_has_no_gradient_of_its_input(tmp_path: Path) -> None:
+    """What a graph computes is not known: there every layer has one."""
+    model = model_of()
+    with Probe(model, every=1) as probe:
+        train(model, model, 2)
+    probe.save(tmp_path / "probe.bin")
+    again = Probe(model)
+    again.load(tmp_path / "probe.bin")
+    for sites in (probe.sites(), again.sites(), files.load(tmp_path / "probe.bin")):
+        assert [site.needs_input_gradient for site in sites.values()] == [False, True]
+        gemms = [LearnedSite(name, site).gemms() for name, site in sites.items()]
+        assert gemms == [["output", "grad_weight"], ["output", "grad_input", "grad_weight"]]
+        products = products_of_probe(sites, ["output"])
+        assert [p.needs_input_gradient for p in products] == [False, True]
+    compiled = torch.compile(model, backend="aot_eager")
+    with Probe(model, every=1) as probe:
+        train(model, compiled, 1)
+    assert all(site.needs_input_gradient for site in probe.sites().values())
 
 
 def test_probing_does_not_change_training() -> None:

@@ -95,7 +95,7 @@ def model() -> Model:
 def probe(model: Model) -> Probe:
     with Probe(model, every=1) as probe:
         for step in range(3):
-            model(inputs(step)).square().mean().backward()
+            model(inputs(step).requires_grad_()).square().mean().backward()
     return probe
 
 
@@ -439,6 +439,18 @@ def test_dispatch_warns_and_takes_bf16_outside_the_hull(report: ProbeReport) -> 
     with pytest.warns(UserWarning, match="m is like no"):
         (name,) = report["m"]  # every site of it
     assert name.startswith(OUTSIDE)
+
+
+def test_the_table_tells_what_was_unusual_in_safe_operands(report: ProbeReport) -> None:
+    notes = {(row["site"], row["gemm"]): row["notes"] for row in report.rows()}
+    words = notes[RESCALED, "output"]
+    assert words.startswith("seen: column_spread 21.8, weight_rows ")
+    assert words.endswith("; judged on its own rows")
+    assert notes["m.4", "output"] == ""
+    wide = {"row_spread": 0.5, "column_spread": 10.4}  # of X12, too
+    assert fingerprint.unusual(wide) == "column_spread 10.4" and not fingerprint.outside(wide)
+    with pytest.warns(UserWarning, match="verdicts, and convert by the report, are of its own"):
+        report[RESCALED]
 
 
 @pytest.mark.usefixtures("stored")

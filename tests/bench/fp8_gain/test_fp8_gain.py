@@ -70,7 +70,13 @@ def fused():
 def fused_alone(): return fused()[0]
 def net(): return Net(), {"x": torch.zeros(8192, 512), "times": 3}
 def ranker(): return Ranker(), (torch.zeros(8192, 512), torch.zeros(8192, dtype=torch.long))
+def tower():
+    layers = nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1)
+    return nn.Sequential(*layers).bfloat16(), torch.zeros(8192, 1024).bfloat16()
 def reader(): return Reader(), torch.zeros(16, 512)
+def valued():
+    size = int(torch.ones(1).item())
+    return nn.Linear(512, 512), torch.zeros(16, 512)
 def alone(): return Net()
 def fails(): return Fails(), (torch.zeros(2, 512),)
 def sized(size): return Net()
@@ -288,6 +294,26 @@ def test_a_model_on_the_meta_device(run: Run, factories: str) -> None:
     assert all(r["state"] == "measured" for r in found["layers"])
     share = 4 * 512 / (4 * 512 + 8)  # of 4 layers, and a product with 8 columns
     assert f"Linear layers, in bfloat16, take {share:.1%}" in found["notes"][0]
+
+
+def test_chains_of_convert_are_told_beside_the_products(run: Run, factories: str) -> None:
+    """Of a sequence one kernel computes product and relu, which no row of a product counts."""
+    (line,) = json.loads(run("--model", f"{factories}:tower", *H200, "--json")[1])["notes"][2:]
+    assert line.startswith(
+        "convert(inference=True) runs 0 as a chain at m=8192, which is in no sum"
+    )
+    model = sys.modules[factories].tower()[0]
+    handle = lokakern.convert(model, 0.06, inference=True, device="NVIDIA H200")
+    assert [row["why"] for row in handle.choices if row["gemm"] == "chain"] == [
+        line.rpartition(": ")[2].removesuffix(".")
+    ]
+    code, out, _ = run("--model", f"{factories}:tower", *H200, "--training", "--json")
+    assert code == 0 and "chain" not in out
+
+
+def test_chains_of_a_model_that_needs_values_are_left_out(run: Run, factories: str) -> None:
+    found = json.loads(run("--model", f"{factories}:valued", *H200, "--json")[1])
+    assert found["notes"][2].endswith("are not among these products.")
 
 
 def test_an_input_that_no_parameter_is_before_needs_no_gradient(run: Run, factories: str) -> None:
