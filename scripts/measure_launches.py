@@ -79,7 +79,7 @@ def by_cupy(name: str, tensors: list[Tensor], scalars: list[int]) -> Callable[[]
     path.write_bytes(code_of(name))
     function = cupy.RawModule(path=str(path)).get_function(name)
     maps = [tensor_map(wide(), BOX) for _ in range(MAPS[name])]
-    made = [np.frombuffer(ctypes.string_at(m.address, 128), np.uint8).copy() for m in maps]
+    made = [np.frombuffer(ctypes.string_at(m.address, 128), "V128") for m in maps]
     streams: dict[int, Any] = {}
 
     def call() -> None:

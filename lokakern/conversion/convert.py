@@ -655,9 +655,9 @@ class Conversion:
         some layers as chosen and as `nn.Linear`, in turn. Layers that are alike form a group. A
         group is kept if the interval of its gain in time is above 1. At the end the outcome is
         timed against no FP8 at all; if it does not gain, every product of the step is that of
-        `nn.Linear`, to the bit. So is a product whose kernels are for other numbers of rows than
-        those of the step. ``step`` may be compiled: each variant is then compiled, which takes most
-        of the time. The outcome holds for other numbers of rows, too, where it was not timed.
+        `nn.Linear`, to the bit. So is a layer that runs no kernel at the rows of the step. ``step``
+        may be compiled: each variant is then compiled, which takes most of the time. The outcome
+        holds for other numbers of rows, too, where it was not timed.
 
         Tuning again starts from what `convert` or `refresh` chose.
 

@@ -11,17 +11,17 @@ from torch import nn
 from lokakern.errors import UnsupportedError
 from lokakern.nn.autocast import CAST
 from lokakern.nn.crossed_forward import children_of, crossed_of, graphs_of
-from lokakern.nn.linear import LINEARS
+from lokakern.nn.linear import LINEARS_OF_ANY
 from lokakern.nn.tail import FoundTail, tails_in
 from lokakern.nn.traced_forward import looks_up
-
-_LAYERS = (nn.Linear, *LINEARS)
 
 
 def found_tails(module: nn.Module) -> list[FoundTail]:
     """The layers with tails in the forward of a module, in training or in evaluation."""
     children = {id(child) for child in children_of(module)}
-    layers = [x for x in children_of(module) if isinstance(x, nn.Linear) and type(x) in _LAYERS]
+    layers = [
+        x for x in children_of(module) if isinstance(x, nn.Linear) and type(x) in LINEARS_OF_ANY
+    ]
     if not any(layer.weight.dtype in CAST for layer in layers):
         return []
     # A user who keeps a forward from compilers does not want another one to be compiled. A mod

@@ -6,8 +6,9 @@ the best variant so far is timed against the same without the group, and the gro
 that is slower. Under torch.compile each variant is compiled once, which decides how many groups
 can be tried in the time limit; the rest is tried as one.
 
-Products whose kernels are for other rows than those of the step go, too: asking at each call takes
-a host that is busy 1 % longer (HSTU without graphs), which no gain pays for.
+Products whose kernels are for other rows than those of the step go, too, where their layer is an
+`nn.Linear` then: comparing rows at each call takes a host that is busy 1 % longer (HSTU without
+graphs), which no gain pays for.
 
 A chain of layers is off if its layers run by their routes. Chains are tried first. While a chain is
 on, the products of its layers do not run, so that groups of such products alone are not tried. The
@@ -105,7 +106,7 @@ class Tuning:
         is_timed_out: Whether groups were decided together, or not at all, for lack of time.
         file: What `save` writes.
         idle: Products, as ``site/gemm``, whose kernels are for other numbers of rows than those of
-            the step; they multiply as `nn.Linear` now, at all.
+            the step, in layers that multiply as `nn.Linear` at any number now.
     """
 
     groups: tuple[Tuned, ...]
@@ -137,7 +138,10 @@ class Tuning:
     @property
     def summary(self) -> str:
         """The gain of a step before and after, in a few words."""
-        idle = f"; without kernels for other rows: {_words(self.idle)}" if self.idle else ""
+        idle = (
+            f"; kernels of {_words(self.idle)}, which are for other numbers of rows, were dropped"
+            if self.idle else ""
+        )  # fmt: skip
         if self.before is None:
             return f"the step has no quantized product: there is nothing to tune{idle}"
         if self.after is None:
@@ -205,12 +209,12 @@ def tune(
             rows, trained = observed_rows(conversion, step)
             native.wait()  # warm calls become faster when it is there
             groups = groups_of(conversion, rows, trained)
-            idle = idle_products(conversion, rows, trained)
             switch = Switch(conversion, groups)
             timer = make_timer(step, switch, weight.device, graph)
             search = _Search(groups, timer, rounds, limit)
             with _many_variants():
                 off = search.run()
+                idle = idle_products(conversion, rows, trained, groups, off)
                 switch(off, search.reasons(off), idle)
                 if search.compiled():
                     # Other code may be compiled only a few times, so variants must not count.

@@ -20,7 +20,7 @@ from lokakern.conversion.restored_state import DERIVED
 from lokakern.conversion.routes import GEMMS, Route
 from lokakern.errors import UnsupportedError
 from lokakern.nn.chain_plan import steps_at
-from lokakern.nn.linear import CHAIN_DATA, CHAIN_SCALE
+from lokakern.nn.linear import CHAIN_DATA, CHAIN_SCALE, is_linear
 from lokakern.nn.module_scan import shape_of
 from lokakern.nn.norm_gradient import KERNEL as GRADIENT_KERNEL
 from lokakern.nn.raw_product import RawProduct
@@ -130,19 +130,31 @@ def groups_of(conversion: Conversion, rows: Rows, trained: set[str]) -> list[Gro
 
 
 def idle_products(
-    conversion: Conversion, rows: Rows, trained: set[str]
+    conversion: Conversion, rows: Rows, trained: set[str], groups: Sequence[Group], off: Off
 ) -> dict[tuple[str, str], str]:
-    """Site and gemm of products with kernels, none of which runs in the step, and why not.
+    """Site and gemm of products with kernels for other rows than those of the step, and why not.
 
-    Products that the step does not call are not among them.
+    Only of layers that then are no more than an `nn.Linear`: where another product, a layout, a
+    chain or a form stays, nothing is saved. Products that the step does not call may run elsewhere.
     """
-    return {
-        (name, route.gemm): f"no kernel runs at the rows of the step, {words_of_rows(rows[name])}"
-        for name, routes in conversion.untuned.items()
-        for place, route in enumerate(routes)
-        if rows.get(name) and (place == 0 or name in trained) and route.text
-        and not any(kernel_at(route.text, m) for m in rows[name])
+    kept = {
+        name for place, group in enumerate(groups) if place not in off
+        for name in (*group.sites, *(name for sites in group.chains for name in sites))
     }  # fmt: skip
+    found: dict[tuple[str, str], str] = {}
+    for name, routes in conversion.untuned.items():
+        sizes, module = rows.get(name), conversion.sites[name].module
+        is_whole = module._is_adopted and is_linear(module) and name not in kept
+        if not sizes or not is_whole:
+            continue
+        if name not in trained and any(route.text for route in routes[1:]):
+            continue
+        why = f"no kernel runs at the rows of the step, {words_of_rows(sizes)}"
+        found |= {
+            (name, route.gemm): why for route in routes
+            if route.text and not any(kernel_at(route.text, m) for m in sizes)
+        }  # fmt: skip
+    return found
 
 
 def words_of_rows(rows: Sequence[int]) -> str:

@@ -42,12 +42,14 @@ def wrong_words(compared: Compared, bound: float, first_row: int = 0) -> str:
     finite = exact.isfinite()
     wrong = ((found - exact).abs() > bound * (slack + roundoff * exact.abs())) & finite
     wrong |= (found.isfinite() != finite) | (found.isnan() != exact.isnan())
+    wrong |= exact.isinf() & (found != exact)
     count = int(wrong.sum())
     if not count:
         return ""
     row, column = wrong.nonzero()[0].tolist()
     words = (
-        f"{count} of {wrong.numel()} elements are wrong, the first at row {first_row + row}, "
+        f"{count} of {wrong.numel()} elements {'is' if count == 1 else 'are'} wrong, the first at "
+        f"row {first_row + row}, "
         f"column {column}: {found[row, column]:.6g}, not {exact[row, column]:.6g}",
         _places(wrong.any(dim=1), "row", first_row),
         _places(wrong.any(dim=0), "column"),
@@ -72,7 +74,7 @@ def _places(wrong: Tensor, axis: str, first: int = 0) -> str:
     if steps == {1}:
         return f"only {axis}s {start} to {places[-1]}"
     if len(places) > 2 and len(steps) == 1:
-        return f"only every {steps.pop()}th {axis}, from {start} to {places[-1]}"
+        return f"only {axis}s {start} to {places[-1]} in steps of {steps.pop()}"
     # Errors of elements near 0 are within the bound: a few lines are right by chance.
     return f"in {len(places)} of {len(wrong)} {axis}s" if len(places) < 0.9 * len(wrong) else ""
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 from lokakern.errors import ShapeError, UnknownNameError
 from lokakern.mods.editor import Editor, Mod, site_of
 from lokakern.nn.block_rms_norm import BlockRMSNorm
-from lokakern.nn.linear import LINEARS
+from lokakern.nn.linear import LINEARS_OF_ANY
 from lokakern.nn.torch_owners import NEVER_CALLED, never_called
 
 NORMS = (nn.LayerNorm, nn.RMSNorm, BlockRMSNorm)
@@ -104,7 +104,7 @@ def _batch_norms(model: nn.Module) -> dict[nn.Module, nn.BatchNorm1d]:
         for sequence in model.modules()
         if isinstance(sequence, nn.Sequential)
         for layer, norm in pairwise(sequence)
-        if type(layer) in (nn.Linear, *LINEARS)  # subclasses may add the bias earlier
+        if type(layer) in LINEARS_OF_ANY  # subclasses may add the bias earlier
         and type(norm) is nn.BatchNorm1d
         and not (layer._forward_hooks or norm._forward_pre_hooks)
         and norm.num_features == layer.out_features  # else it is over another axis

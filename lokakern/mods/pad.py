@@ -10,7 +10,7 @@ from torch import nn
 from lokakern.errors import ShapeError
 from lokakern.mods.editor import Editor, Mod
 from lokakern.nn.adoption import resize
-from lokakern.nn.linear import LINEARS
+from lokakern.nn.linear import LINEARS_OF_ANY
 from lokakern.nn.module_scan import INNER, inner_layers
 from lokakern.nn.torch_owners import NEVER_CALLED, never_called
 
@@ -51,7 +51,7 @@ class Pad(Mod):
             growth = (k + more[0]) * (n + more[1]) / (k * n)
             reasons = {
                 NEVER_CALLED: id(layer) in uncalled,
-                f"it is a {type(layer).__name__}": type(layer) not in (nn.Linear, *LINEARS),
+                f"it is a {type(layer).__name__}": type(layer) not in LINEARS_OF_ANY,
                 INNER: id(layer) in inner,
                 _FROZEN: getattr(layer, "is_frozen", False),
                 "MixTokens has it multiply tokens as they lie": getattr(layer, "is_mixing", False),

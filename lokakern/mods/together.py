@@ -22,14 +22,11 @@ from torch.nn import functional
 from lokakern.errors import UnknownNameError, UnsupportedError
 from lokakern.mods.editor import Editor, Mod, site_of
 from lokakern.nn.adoption import resize
-from lokakern.nn.linear import LINEARS, Routed
+from lokakern.nn.linear import LINEARS_OF_ANY, Routed
 from lokakern.nn.module_scan import Joined, inner_layers
 from lokakern.nn.token_mixing import mix_tokens
 from lokakern.nn.traced_forward import forward_of, traced, writes
 from lokakern.render.did_you_mean import did_you_mean
-
-_PLAIN = (nn.Linear, *LINEARS)
-
 
 _Round = tuple[tuple[Tensor, ...], tuple[object, ...], dict[int, Tensor]]
 _NOTHING: _Round = ((), (), {})
@@ -149,7 +146,7 @@ class BatchedLinear(Joined):
         return f"{len(self.parts)} layers, k={first.in_features}, n={first.out_features}"
 
 
-_KINDS = (*_PLAIN, FusedLinear)
+_KINDS = (*LINEARS_OF_ANY, FusedLinear)
 # Ops with a new memory layout, and modules whose outputs have the layout of their inputs.
 _ANEW = frozenset(
     ("reshape", "flatten", "contiguous", "clone", "matmul", "bmm", "einsum", "cat", "stack")
@@ -177,7 +174,7 @@ class _Joining(Mod):
 
     def edit(self, editor: Editor) -> None:
         for name, parent, graph in _graphs(
-            self, editor, lambda m: sum(type(x) in _PLAIN for x in m.modules()) > 1
+            self, editor, lambda m: sum(type(x) in LINEARS_OF_ANY for x in m.modules()) > 1
         ):
             layers = _layers(graph, parent, editor, name)
             written = itertools.accumulate(writes(node, parent) for node in graph.nodes)
@@ -249,7 +246,7 @@ class FuseShared(_Joining):
                     "are those of named_modules"
                 )
             layer = known[name]
-            if type(layer) not in _PLAIN or id(layer) in inner or "forward" in vars(layer):
+            if type(layer) not in LINEARS_OF_ANY or id(layer) in inner or "forward" in vars(layer):
                 raise UnsupportedError(
                     f"{self}: {name} is no linear layer that is called itself, but {layer!r:.80}"
                 )
@@ -452,7 +449,7 @@ def _layers(
     targets: list[Any] = [parent.get_submodule(str(node.target)) for node in calls]
     found: dict[fx.Node, nn.Linear] = {}
     for node, module in zip(calls, targets, strict=True):
-        is_plain = type(module) in _PLAIN and getattr(module, "padding", (0, 0)) == (0, 0)
+        is_plain = type(module) in LINEARS_OF_ANY and getattr(module, "padding", (0, 0)) == (0, 0)
         is_plain = is_plain and "forward" not in vars(module)  # as of a declared group
         is_hooked = module._forward_hooks or module._forward_pre_hooks
         is_once = sum(other is module for other in targets) == 1

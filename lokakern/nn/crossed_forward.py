@@ -110,7 +110,7 @@ def cross(plan: str, x0: Tensor, x: Tensor, input: Tensor, *layers: nn.Module) -
             plan = str(plan)
         if is_idle:
             plan = ""
-        elif type(layers[0]) is Linear:
+        elif is_linear(layers[0]):
             found, _ = call_again(layers[0], input, plan, layers[1:], (x0, x))
             if found is not None:
                 return found

@@ -25,7 +25,7 @@ from lokakern.nn.joined import (
     multiply_joined,
     read_by,
 )
-from lokakern.nn.linear import LINEARS
+from lokakern.nn.linear import LINEARS_OF_ANY
 from lokakern.nn.rectified import has_backward_hooks, multiply_rectified, rectified_at
 from lokakern.nn.static_handoff import BoundedSequential
 from lokakern.nn.traced_forward import writes
@@ -167,7 +167,7 @@ def tails_in(graph: fx.Graph, parent: nn.Module) -> list[FoundTail]:
     places = {node: place for place, node in enumerate(nodes)}
     found = []
     for node in nodes:
-        behind = _behind(node, parent) if _called(node, parent) in (nn.Linear, *LINEARS) else ()
+        behind = _behind(node, parent) if _called(node, parent) in LINEARS_OF_ANY else ()
         if behind:
             between = nodes[places[node] + 1 : places[behind[-1]]]
             if all(other in behind or _may_follow(other, parent) for other in between):

@@ -16,7 +16,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lokakern.errors import ShapeError, UnknownNameError
-from lokakern.nn.linear import LINEARS, Linear
+from lokakern.nn.linear import LINEARS_OF_ANY, Linear
 from lokakern.nn.module_scan import (
     INNER,
     MIXING,
@@ -143,7 +143,7 @@ class Probe:
             padding = module.padding if isinstance(module, Linear) else (0, 0)
             self._recorders[name] = Recorder(self._sampler, *_shape_of(name, module), norm, padding)
             watch = watch_of_site(check, BUDGET, name)
-            if watch is not None and type(module) in (nn.Linear, *LINEARS):
+            if watch is not None and type(module) in LINEARS_OF_ANY:
                 self._recorders[name].check = functools.partial(_compare, watch, module)
                 self._watches.append(watch)
         self._handles: list[Any] = []

@@ -16,6 +16,7 @@ from lokakern.types import Device, Problem
 
 LANGUAGES = ("hip", "triton")
 SIMDS = 4  # of a compute unit
+PARTS_OF_ROWS = "triton.gemm_block_norm"  # others hold whole rows in a block
 DEPTHS = (256, 4096)  # k of two counts, between and beyond which cycles are a line
 
 
@@ -46,6 +47,8 @@ def counted_cycles(kernel: str, problem: Problem, device: Device) -> float:
     A launch whose blocks do not fill the GPU waits longer than counted.
     """
     variants = _variants(device.architecture).get(kernel, [])
+    if problem.op == "gemm_norm" and not kernel.startswith(PARTS_OF_ROWS):
+        variants = [each for each in variants if each.tile_n >= problem.n]
     return min((each.at(problem, device.compute_units) for each in variants), default=math.inf)
 
 

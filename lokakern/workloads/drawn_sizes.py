@@ -1,8 +1,8 @@
 """Suites of GEMM sizes that are drawn with a seed, for comparisons that no rule was fitted to.
 
 ``drawn-7`` is 60 sizes with seed 7, ``drawn-7-300`` is 300. A third of n and k are widths of MLPs,
-a third multiples of 16, and a third any number; m is any number, and every second one a multiple of
-128. All are uniform in their logarithm.
+each as often; a third are multiples of 16 and a third any number, uniform in their logarithm. So is
+m, of which every second one is a multiple of 128.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lokakern.workloads.gemm_cases import Case, shape_cases
 from lokakern.workloads.suites import Suite
 
 DRAWN = "drawn-"  # what names begin with
-PATTERN = re.compile(rf"{DRAWN}(\d{{1,18}})(?:-(\d{{1,9}}))?")
+PATTERN = re.compile(rf"{DRAWN}(0|[1-9][0-9]{{0,17}})(?:-([1-9][0-9]{{0,8}}))?")
 COUNT, MOST = 60, 10_000
 WIDTHS = (128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 2048, 2560, 3072, 4096)
 LEAST_M, MOST_M = 512, 40_960

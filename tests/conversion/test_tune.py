@@ -7,6 +7,7 @@ import functools
 import random
 import re
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from lokakern.errors import ChoicesError, MeasurementError, UnknownNameError, Un
 from lokakern.measure import timing
 from lokakern.nn.block_rms_norm import BlockRMSNorm
 from lokakern.nn.linear import Linear, PlainLinear
-from lokakern.nn.routed_matmul import kernel_at
+from lokakern.nn.routed_matmul import EAGER, kernel_at
 from lokakern.nn.static_handoff import BoundedSequential
 from lokakern.selection import dispatcher
 from lokakern.types import Format, Granularity
@@ -331,6 +332,45 @@ def test_products_with_a_kernel_at_some_rows_of_the_step_are_not_idle(book: Book
 
     found = tune(handle, step, make_timer=Script(handle, lambda on: 100.0 - len(on)))
     assert not found.idle and quantized(handle) == {"output"}
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_layer_of_which_a_product_stays_keeps_those_for_other_rows(
+    known: Book, keeps: bool
+) -> None:
+    """At 64 rows the gradient of the input has a kernel, the two other products have not."""
+    model = model_of()
+    handle = convert(model, 0.06)
+
+    def step() -> None:
+        model(rows()[:64].requires_grad_()).float().square().sum().backward()
+
+    def gain(on: On) -> float:
+        is_on = any(kernel_at(s.routes[1].text, 64) for s in handle.sites.values() if s.routes)
+        return 90.0 if is_on == keeps else 100.0
+
+    found = tune(handle, step, make_timer=Script(handle, gain))
+    assert [t.group.gemm for t in found.groups] == ["grad_input"]
+    assert quantized(handle) == ({"output", "grad_input", "grad_weight"} if keeps else set())
+    assert {type(model[0]), type(model[4])} == {Linear if keeps else PlainLinear}
+    idle = {f"{name}/{gemm}" for name in "04" for gemm in ("output", "grad_weight")}
+    assert set(found.idle) == (set() if keeps else idle)
+
+
+def test_a_layout_that_stays_keeps_the_product_for_other_rows(book: Book) -> None:
+    """In eager calls only: compiled ones hold the weight in another layout."""
+    model, handle = inference_model(book)
+    text = re.sub(r"=(?=\w)", f"={EAGER}", handle.sites["0"].routes[0].text)
+    eager = replace(handle.sites["6"].routes[0], text=text)
+    handle.untuned = {**handle.untuned, "6": (eager, *handle.sites["6"].routes[1:])}
+    handle.use_routes({"6": handle.untuned["6"]})
+    assert model[6].is_held
+    held: Callable[[On], float] = lambda on: 90.0 if model[6].is_held else 100.0  # noqa: E731
+    x = torch.randn(16, 63).bfloat16()
+    with torch.no_grad():
+        found = tune(handle, functools.partial(model[6:], x), make_timer=Script(handle, held))
+    assert [(t.group.kernels, t.is_kept) for t in found.groups] == [((LAYOUT,), True)]
+    assert not found.idle and model[6].is_held
 
 
 def test_the_real_timer_times_a_step(known: Book) -> None:

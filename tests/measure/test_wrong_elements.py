@@ -48,10 +48,10 @@ EVERY = slice(None)
          "1742 of 6030 elements are wrong, the first at row 0, column 64: nan, not 65; only "
          "columns from 64 of 90, past the last whole 64; all of them NaN, as if not written"),
         (changed(EVERY, slice(1, None, 4), 3.0),
-         "1541 of 6030 elements are wrong, the first at row 0, column 1: 6, not 2; only every 4th "
-         "column, from 1 to 89; each 3 times what it should be"),
+         "1541 of 6030 elements are wrong, the first at row 0, column 1: 6, not 2; only columns "
+         "1 to 89 in steps of 4; each 3 times what it should be"),
         (changed(5, 7, 2.0),
-         "1 of 6030 elements are wrong, the first at row 5, column 7: 916, not 458; only row 5; "
+         "1 of 6030 elements is wrong, the first at row 5, column 7: 916, not 458; only row 5; "
          "only column 7"),
         (changed(slice(16, 32), EVERY, float("inf")),
          "1440 of 6030 elements are wrong, the first at row 16, column 0: inf, not 1441; only rows "

@@ -560,11 +560,16 @@ def undone_layer(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("change", [hooked_layer, another_layer, undone_layer])
+@pytest.mark.parametrize("is_adopted", [True, False])
 def test_crosses(
-    kind: str, change: Callable[[nn.Module], None], calls: list[Any], warm: list[int]
-) -> None:
+    kind: str, change: Callable[[nn.Module], None], is_adopted: bool, calls: list[Any],
+    warm: list[int],
+) -> None:  # fmt: skip
     model, x = crossed(kind), cross_rows()
     count = KINDS[kind][2]
+    for layer in [each for each in model.modules() if isinstance(each, Linear)]:
+        layer._is_adopted = is_adopted  # without routes of its own, a `PlainLinear`
+        layer.changed()
     warmed(model, x, calls=calls)
     y = model(x)
     assert warm[0] >= 2 * count and torch.equal(y, in_python(model, x))

@@ -646,13 +646,43 @@ def test_a_compiled_layer_is_quantized_when_its_class_changes() -> None:
     assert counter.frame_count == 2
 
 
-def test_a_subclass_of_a_layer_without_a_plan_follows_its_routes() -> None:
-    """As fully_shard makes one, whose class stays."""
+class Shifted:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = super().forward(x)  # type: ignore[misc]
+        return y + 100
+
+
+def test_subclasses_and_methods_that_others_keep_follow_the_routes() -> None:
+    """As fully_shard, parametrizations and hooks of accelerate keep them."""
+    x = rows()
     layer = adopted()
     layer.__class__ = type("FSDPPlainLinear", (PlainLinear,), {})
     layer.take_routes(ROUTES, layer.weight)
-    assert type(layer).__name__ == "FSDPPlainLinear"
-    assert torch.equal(layer(rows()), layer_like(layer)(rows()))
+    assert "FSDPPlainLinear(" in repr(layer)
+    assert torch.equal(layer(x), layer_like(layer)(x))
+
+    layer.__class__ = type("Mixed", (Shifted, PlainLinear), {})
+    assert torch.equal(layer(x), layer_like(layer)(x) + 100)
+
+    layer = adopted()
+    vars(layer)["forward"] = functools.partial(layer.forward)
+    another = adopted()
+    compiled = torch.compile(another.forward, backend="aot_eager", fullgraph=True)
+    for each, call in ((layer, layer), (another, compiled)):
+        each.take_routes((PLAIN, PLAIN, PLAIN), each.weight)
+        assert torch.equal(call(x), nn.functional.linear(x, each.weight, each.bias))
+        each.take_routes(ROUTES, each.weight)
+        assert torch.equal(call(x), layer_like(each)(x))
+
+    layer = adopted()
+    nn.utils.parametrize.register_parametrization(layer, "weight", nn.Identity())
+    layer.take_routes(ROUTES, layer.weight)
+    nn.utils.parametrize.remove_parametrizations(layer, "weight")
+    assert torch.equal(layer(x), layer_like(layer)(x))
+
+    other = PlainLinear(K, N).bfloat16()
+    other.take_routes(ROUTES, other.weight)
+    assert torch.equal(other(x), layer_like(other)(x))
 
 
 # ---- wrapped ----

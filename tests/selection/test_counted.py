@@ -72,6 +72,17 @@ def test_what_is_outside_of_the_loop_of_a_norm_is_left_out(snapshots: Any) -> No
     assert found == 512
 
 
+def test_a_norm_of_whole_rows_has_a_tile_that_holds_them(snapshots: Any) -> None:
+    narrow = ((64, 64), 4)
+    snapshots(
+        hip=[recorded({256: 0, 4096: 3840}, *narrow, "hip.gemm_norm_row")],
+        triton=[recorded({256: 0, 4096: 3840}, *narrow, "triton.gemm_block_norm_row")],
+    )
+    problem = problem_of(64, 128, 512, "gemm_norm", epilogue="block_rms(64)")
+    assert counted_cycles("hip.gemm_norm_row", problem, MI300X) == math.inf
+    assert counted_cycles("triton.gemm_block_norm_row", problem, MI300X) == 512
+
+
 def dispatched(fp8: Format) -> Any:
     return lokakern.dispatch(
         "scaled_gemm", (4096, 1024, 1024), a=Operand(fp8, Granularity.ROW),

@@ -336,6 +336,9 @@ def test_suites_with_commas_are_one(tmp_path: Path) -> None:
         ("drawn-1-10001", "1 to 10000 sizes"),
         ("smoke,anchor", "did you mean 'anchors'"),
         ("smoke,", "unknown"),
+        (",".join(["smoke"] * 60) + ",x", "unknown"),  # longer than a file's name may be
+        ("drawn-07", "expected drawn-SEED"),
+        ("drawn-\u0667", "expected drawn-SEED"),
         ("smoke,mx", "mx is not for every GPU"),
     ],
 )
