@@ -347,7 +347,7 @@ def test_a_faster_kernel_that_probe_did_not_replay_is_named_first(book: Book) ->
     found = convert(model_of(), report_of(verdict("output", "row", "safe", 0.04)), device=H200)
     assert found.sites["0"].routes[0].why == (
         f"at m=256 no kernel that quantizes is better than torch.bf16 (4.00 us); {fast}: Probe did "
-        f"not replay row fast; {ROW_KERNEL}: slower: 5.00 us"
+        f"not replay row fast; it takes 1.00 us; {ROW_KERNEL}: slower: 5.00 us"
     )
 
 
