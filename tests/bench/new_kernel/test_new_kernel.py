@@ -99,14 +99,19 @@ def test_written_packages_pass_their_trial_on_a_cpu_as_they_are(run: Run, tmp_pa
         run(*PIP, f"./{name}")
     found = listed(run, "libraries", "library")
     for name, kernel in (
-        ("acme", "scaled_gemm_row (to m=2100, n=256, k=4100)"),
-        ("other", "quantize_row (to m=520, k=5000)"),
+        ("acme", "scaled_gemm_row (to m=2100, n=600, k=4100; also float32 out)"),
+        ("other", "quantize_row (to m=520, k=5000; also float32 x)"),
     ):
         words = f"tried: it imports, and 1 of its kernels was right: {name}_kernels.{kernel}"
         assert found[name]["why"] == words
         assert (found[name]["state"], found[name]["kernels"]) == ("usable", 1)
     assert run("-c", USE).split() == ["True", "True"]
     assert run("-W", "ignore", "-c", COMPILE, interpret="0").split() == ["True", "True"]
+    printed = run("-m", "lokakern.bench", "sweep", "--prebuild", "--device", "AMD Instinct MI300X",
+                  "--shape", "64,64,128", "--kernel", "acme", "--kernel", "other",
+                  interpret="0")  # fmt: skip
+    assert "scaled_gemm_row_kernel(float8_e4m3fnuz, " in printed
+    assert "quantize_row_kernel(bfloat16, float8_e4m3fnuz, float32; MAX=240.0" in printed
     # A trial in the interpreter does not hold where Triton compiles.
     assert listed(run, "kernels", "kernel", interpret="0")["(plugin acme)"]["state"] == "untried"
 
