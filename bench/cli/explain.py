@@ -229,7 +229,7 @@ def _print_choice(choice: Choice, how: OutputFormat) -> None:
             "miss": choice.is_miss,
             "why": miss_words(choice.table, choice.pick, choice.m) if choice.is_miss else None,
             "predicted": None if choice.predicted is None else asdict(choice.predicted),
-            "undecided": _undecided(choice),
+            "over_budget": choice.pick.excess or None, "undecided": _undecided(choice),
             "tied": choice.tied, "errors": choice.errors, "rejected": choice.rejected,
             "left_out": choice.left_out,
         }  # fmt: skip

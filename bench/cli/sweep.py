@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lokakern.registry.storage.reader import Source
     from lokakern.sweep.engine import SweepReport
     from lokakern.sweep.ranks import SingleRank
-    from lokakern.types import Device
+    from lokakern.types import Device, Granularity, Problem
     from lokakern.workloads.suites import Case
 
 MOST_SHOWN = 200  # problems; printing 10970 times at 2065 problems takes 20 s
@@ -274,11 +274,17 @@ def _asked_for(
     cases = options.cases_of(shapes, epilogue, fp8_format(device))
     asked = [misses.parse(text) for text in problems]
     asked += [missed for missed, _ in misses.read()] if from_misses else []
+    refused = []
     for found in asked:
         reason = remedies.why_not_measurable(found)
-        if reason is not None:
-            raise MeasurementError(f"{found} cannot be measured: {reason}")
-        cases.append(Case(found, "X1"))
+        if reason is None:
+            cases.append(Case(found, "X1"))
+        else:
+            refused.append(f"{found} cannot be measured: {reason}")
+    if refused and not cases:
+        raise MeasurementError("; ".join(refused))
+    for words in refused:
+        say(f"left out: {words}")
     return list(dict.fromkeys(cases))
 
 
@@ -393,12 +399,18 @@ def _why_none(cases: Sequence[Case], device: Device, words: Sequence[str]) -> st
         if any(word in name for word in words):
             if not kernel.runs_on(device):
                 return f"{name} does not run on {device} ({device.architecture}); "
-            for case in cases:
-                if case.problem.op == kernel.op:
-                    answer = kernel.supports(case.problem, device)
-                    if isinstance(answer, Rejected):
-                        return f"{name}: {answer.reason} ({case.problem}); "
+            asked = [case.problem for case in cases if case.problem.op == kernel.op]
+            asked.sort(key=lambda problem: _scales_of(problem) is not kernel.granularity)
+            for problem in asked:
+                answer = kernel.supports(problem, device)
+                if isinstance(answer, Rejected):
+                    return f"{name}: {answer.reason} ({problem}); "
     return ""
+
+
+def _scales_of(problem: Problem) -> Granularity:
+    """Those that the granularity of a kernel declares: of a, or of what a quantizer writes."""
+    return problem.out_granularity if problem.b is None else problem.a.granularity
 
 
 def _compiled_for(name: str | None) -> Device:
@@ -466,6 +478,21 @@ def _prebuild(
         raise typer.Exit(ExitCode.NOT_OK)
 
 
+def _plugins_left_out() -> list[str]:
+    """Why plugins, or kernels of them, are not used here, with their names."""
+    from lokakern.device import current_device
+    from lokakern.registry import libraries
+    from lokakern.registry.register import KERNELS, load_kernels
+
+    found = [f"{module}: {why}" for module, why in load_kernels().items()
+             if module.startswith("plugin ")]  # fmt: skip
+    for name, kernel in sorted(KERNELS.items()):
+        if kernel.library in libraries.plugins() and not kernel.parts:
+            why = libraries.why_not(kernel.library, current_device(), name)
+            found += [] if why is None else [f"{name}: {why}"]
+    return found
+
+
 def _target(db: str | None) -> Path | str:
     from lokakern.registry.sharing.import_file import checked_file
     from lokakern.registry.storage.paths import user_database
@@ -488,6 +515,8 @@ def _target(db: str | None) -> Path | str:
 def _tell(done: SweepReport, target: Source, only_stale: bool) -> None:
     if only_stale and not (done.timed or done.measured or done.out_of_time):
         say("nothing is stale")
+        for why in _plugins_left_out():
+            say(f"left out: {why}")
     others = "fresh or never measured" if only_stale else "there already"
     say(f"{done.timed} times of {done.problems} problems and {done.measured} errors in "
         f"{done.seconds:.0f} s, {done.skipped} were {others}; database {target}")  # fmt: skip

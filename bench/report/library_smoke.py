@@ -3,7 +3,7 @@
 A process imports the library, then times each of its kernels on a small supported problem and
 checks the result, as a sweep does; on a CPU, whose times say nothing, it only launches it twice.
 Kernels of a plugin also run on a problem with a bias and sizes that fill no tile, on operands in
-other strides, on float32 if they quantize, and on zeros, NaN and infinity. The process announces
+other strides, formats and layouts, and on zeros, NaN and infinity. The process announces
 each step: if it dies or hangs, its last message names the kernel, and another process continues
 with the remaining kernels.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import select
@@ -20,8 +21,10 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from lokakern.build.empty_operands import named_operands
@@ -51,8 +54,9 @@ RIGHT, IDLE = "right", "idle: "
 # A kernel runs the first supported one: one tile of most kernels, a usual layer, long sums.
 SHAPES = ((256, 256, 256), (64, 64, 128), (2048, 512, 512), (128, 128, 8192))
 TAILS = (67, 90, 200)  # of plugins: whoever writes one has no other test
-# Also of plugins, each alone: sums past any block of k, and more tiles of rows than a group has.
-LARGE = ((35, 40, 4100), (2100, 24, 40))
+# Also of plugins, each alone: sums past any block of k, more tiles of rows than a group has, and
+# several tiles of 256 both ways.
+LARGE = ((35, 40, 4100), (2100, 24, 40), (700, 600, 136))
 LARGE_ROWS = ((3, 5000), (520, 40))  # of quantizers; interpreted, a program takes 2 to 5 ms
 BACKWARD = (2048, 512, 256)  # for gradients and batches, if a kernel supports none of those
 NO_GPU = "0 active drivers"  # says Triton without one
@@ -297,7 +301,7 @@ def main(name: str, done: Sequence[str], pipe: int, sentinel: int) -> None:
     def say(*words: str) -> None:
         os.write(pipe, json.dumps(words).encode()[:LONGEST_WORD] + b"\n")
 
-    why = ""
+    why, library = "", None
     try:
         libraries.trying = name
         register.load_own()
@@ -316,13 +320,24 @@ def main(name: str, done: Sequence[str], pipe: int, sentinel: int) -> None:
                 told = functools.partial(say, "try")
                 say("done", kernel.name, _outcome_of(kernel, told))
     except BaseException as error:  # including SystemExit, which would end an importer
-        why = _first_line(error)
+        why = _first_line(error) + (_place_in(error, library) if library else "")
     say("end", why)
     os._exit(0)  # exit handlers of libraries are not tested
 
 
 def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".split("\n")[0][:LONGEST_WHY]
+
+
+def _place_in(error: BaseException, library: Library) -> str:
+    """The last line of a library's modules that an error passed, or ""."""
+    tops = {name.partition(".")[0] for package in library.packages for name in package.modules}
+    places = [
+        f" ({Path(frame.f_code.co_filename).name}, line {line})"
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if str(frame.f_globals.get("__name__")).partition(".")[0] in tops
+    ]
+    return places[-1] if places else ""
 
 
 def _outcome_of(kernel: Kernel, say: Say) -> str:
@@ -376,6 +391,7 @@ def _outcome_of(kernel: Kernel, say: Say) -> str:
                      for epilogue in ("bias", "none")]  # fmt: skip
             large = [[Case.of(kernel.op, shape, "X1", **operands)] for shape in LARGE]
     outcome = idle = ""
+    also: list[str] = []  # further forms in which it was right
     last: Case | None = None  # with the fewest elements, and a bias, of those that it supports
     right: list[Problem] = []
     for some in (cases, tails):
@@ -396,6 +412,12 @@ def _outcome_of(kernel: Kernel, say: Say) -> str:
             fault, _ = _fault_or_rejection(case, kernel, device, say, moved)
             if fault:
                 return fault
+    for name, problem in _forms(last.problem, fp8, device):
+        fault, rejected = _fault_or_rejection(replace(last, problem=problem), kernel, device, say)
+        if fault:
+            return fault
+        if not rejected:
+            also.append(name)
     for some in large:
         for case in some:
             fault, rejected = _fault_or_rejection(case, kernel, device, say)
@@ -406,6 +428,10 @@ def _outcome_of(kernel: Kernel, say: Say) -> str:
                 break
     sizes = {axis: max(getattr(problem, axis) for problem in right) for axis in "mnk"}
     words = ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
+    words += f"; also {', '.join(also)}" if also else ""
+    untried = [name for name, problem in _unmeasured_forms(last.problem)
+               if not isinstance(kernel.supports(problem, device), Rejected)]  # fmt: skip
+    words += f"; not tried: {', '.join(untried)}" if untried else ""
     return f"{outcome} (to {words})"
 
 
@@ -423,8 +449,7 @@ def _fault_or_rejection(
 
 
 def _variants(case: Case, edges: Sequence[LearnedDistribution]) -> Iterator[tuple[Case, str]]:
-    """What else launchers get: operands in other strides (by name), float32, and edge values."""
-    from lokakern.measure.operands import QUANTIZERS
+    """What else launchers get: operands in other strides (by name), and edge values."""
     from lokakern.measure.strides import MOVED, moved_problem
 
     problem = case.problem
@@ -432,11 +457,52 @@ def _variants(case: Case, edges: Sequence[LearnedDistribution]) -> Iterator[tupl
         moved = moved_problem(problem, name)
         if moved is not None:
             yield replace(case, problem=moved), name
-    if problem.op in QUANTIZERS:
-        x = replace(problem.a, format=Format.FLOAT32)
-        yield replace(case, problem=replace(problem, a=x)), ""
     for edge in edges:
         yield replace(case, distribution=edge.name), ""
+
+
+def _forms(problem: Problem, fp8: Format, device: Device) -> Iterator[tuple[str, Problem]]:
+    """The problem in further formats and layouts that launchers may get, with their names.
+
+    FP8 formats are those of the device; a CPU has them all.
+    """
+    from lokakern.measure.operands import QUANTIZERS
+    from lokakern.workloads.gemm_cases import dense_operand
+
+    is_fnuz = fp8.value.endswith("fnuz")
+    formats = [form for form in Format if form.is_fp8
+               and (not device.is_gpu or form.value.endswith("fnuz") is is_fnuz)]  # fmt: skip
+    a, b, (m, k, n) = problem.a, problem.b, (problem.m, problem.k, problem.n)
+    if problem.op in QUANTIZERS:
+        yield "float32 x", replace(problem, a=replace(a, format=Format.FLOAT32))
+        turned = dense_operand(a.format, (m, k), Layout.COLUMN, Layout.ROW)
+        yield "column-major x", replace(problem, a=turned)
+        yield from ((form.value, replace(problem, out_format=form))
+                    for form in formats if form is not problem.out_format)  # fmt: skip
+    elif problem.op == "scaled_gemm" and b is not None:
+        yield "float32 out", replace(problem, out_format=Format.FLOAT32)
+        for left, right in itertools.product(formats, repeat=2):
+            if (left, right) != (a.format, b.format):
+                left_a, right_b = replace(a, format=left), replace(b, format=right)
+                yield f"{left.value} by {right.value}", replace(problem, a=left_a, b=right_b)
+    elif problem.op == "gemm" and b is not None and not problem.prepared:
+        wide_a = dense_operand(Format.FLOAT32, (m, k), a.layout, Layout.ROW)
+        wide_b = dense_operand(Format.FLOAT32, (k, n), b.layout, Layout.COLUMN)
+        yield "float32", replace(problem, a=wide_a, b=wide_b, out_format=Format.FLOAT32)
+        turned = dense_operand(a.format, (m, k), Layout.COLUMN, Layout.ROW)
+        yield "column-major a", replace(problem, a=turned)
+        turned = dense_operand(b.format, (k, n), Layout.ROW, Layout.COLUMN)
+        yield "row-major b", replace(problem, b=turned)
+
+
+def _unmeasured_forms(problem: Problem) -> Iterator[tuple[str, Problem]]:
+    """The problem in forms that launchers may get, and of which no operands are made here."""
+    from lokakern.measure.operands import QUANTIZERS
+
+    if problem.op in QUANTIZERS or (problem.op == "gemm" and not problem.prepared):
+        name = "x" if problem.b is None else "a"
+        strided = replace(problem.a, layout=Layout.STRIDED)
+        yield f"{name} strided along both axes", replace(problem, a=strided)
 
 
 def _fault_at(case: Case, kernel: Kernel, device: Device, say: Say, moved: str = "") -> str:

@@ -566,7 +566,7 @@ def _bounds_or_reason(
     usable = [(c, fresh) for c, fresh in usable if fresh != "stale"]
     bounds: dict[str, float] = {}
     worst_name, worst_value = "", -1.0
-    missing, incomparable = [], []
+    missing, few, incomparable = [], [], []
     is_verified = True
     set_aside, claimed = "", 0.0
     for distribution in evidence.distributions:
@@ -583,7 +583,9 @@ def _bounds_or_reason(
             if len({c.seed for c in chosen}) >= FEWEST_SEEDS:
                 break  # a rank with too few seeds is joined by the next
         else:
-            missing.append(distribution)
+            seeds = len({c.seed for c in chosen})
+            missing += [] if seeds else [distribution]
+            few += [f"{distribution} ({seeds} of {FEWEST_SEEDS})"] if seeds else []
             continue
         known: dict[str, float] = {}
         heard = [c for c, _ in here if c.tier]
@@ -610,6 +612,9 @@ def _bounds_or_reason(
                 worst_name, worst_value = distribution, value
     if missing and cells and not usable:
         return "error is stale: the kernel changed since it was measured"
+    if few:
+        others = f", not on {', '.join(missing)}" if missing else ""
+        return f"error not measured with all seeds on {', '.join(few)}{others}: run the sweep again"
     if missing:
         return f"error not measured on {', '.join(missing)} ({FEWEST_SEEDS} seeds)"
     if incomparable:

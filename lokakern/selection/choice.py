@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lokakern.device import current_device
 from lokakern.errors import UnsupportedError
-from lokakern.registry.register import Kernel, load_kernels
+from lokakern.registry import libraries
+from lokakern.registry.register import KERNELS, Kernel, load_kernels
 from lokakern.selection.candidates import ERRORS_ELSEWHERE
 from lokakern.selection.remedies import miss_words
 from lokakern.selection.table import Pick, Table, Undecided
-from lokakern.types import REALISTIC_DISTRIBUTIONS, Problem
+from lokakern.types import REALISTIC_DISTRIBUTIONS, Problem, Rejected
 
 if TYPE_CHECKING:
     from lokakern.selection.prediction.forecast import Prediction
@@ -118,9 +119,28 @@ class Choice:
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Why plugins here have no kernel among these, such as "x changed since it was tried"."""
-        unavailable = load_kernels() if self.table.callable_here else {}
-        return tuple(why for module, why in unavailable.items() if module.startswith("plugin "))
+        """Why plugins here have no kernel among these, such as "x changed since it was tried".
+
+        Of another device, also why kernels of those that were tried have no place there.
+        """
+        unavailable = load_kernels()
+        words = [why for module, why in unavailable.items() if module.startswith("plugin ")]
+        return (*words, *(() if self.table.callable_here else self._unmeasured_plugins()))
+
+    def _unmeasured_plugins(self) -> Iterator[str]:
+        """Why kernels of plugins have no time on another device than this one."""
+        device, problem = self.table.device, self.problem
+        told = {*self.rejected, self.kernel, *self.tied}
+        for name, kernel in sorted(KERNELS.items()):
+            is_asked = kernel.op == problem.op and kernel.library in libraries.plugins()
+            if not is_asked or kernel.parts or name in told:
+                continue
+            why = f"was not measured on {device.product}"
+            if not kernel.runs_on(device):
+                why = f"does not run on {device.architecture}"
+            elif isinstance(answer := kernel.supports(problem, device), Rejected):
+                why = f"does not take it: {answer.reason}"
+            yield f"{kernel.library}: {name} {why}"
 
     @property
     def errors(self) -> dict[str, float]:
@@ -140,16 +160,20 @@ class Choice:
         pick, table = self.pick, self.table
         within = f" within {table.budget}" if table.budget else ""
         how = "not measured" if table.origin is None or pick.is_miss else "frozen"
-        if pick.time is not None:
-            kind = "interpolated" if pick.interpolated else "measured"
+        time, interpolated = pick.time, pick.interpolated
+        if time is None and pick.candidate and pick.excess:  # a miss has no time of its own
+            time, interpolated = pick.candidate.time_at(self.m) or (None, False)
+        if time is not None:
+            kind = "interpolated" if interpolated else "measured"
             kind = "estimated" if pick.candidate and pick.candidate.estimated else kind
-            count = pick.time.run_count  # 0 of a predicted time
+            count = time.run_count  # 0 of a predicted time
             runs = [f"{count} run" + ("s" if count > 1 else "")] if count else []
             facts = [kind, *runs, table.regime]
-            facts += [pick.time.freshness] if pick.time.freshness != "fresh" else []
-            facts += [] if pick.time.is_steady else ["unsteady"]
-            facts += [] if pick.time.is_verified else ["imported and not verified"]
-            how = f"{pick.time.latency_us:.2f} us ({', '.join(facts)})"
+            facts += [time.freshness] if time.freshness != "fresh" else []
+            facts += [] if time.is_steady else ["unsteady"]
+            facts += [] if time.is_verified else ["imported and not verified"]
+            how = f"{time.latency_us:.2f} us ({', '.join(facts)})"
+        how += f", over budget: {pick.excess}" if pick.excess else ""
         if pick.prediction is not None and not pick.prediction.transferred_from:
             how = f"predicted, not measured: {pick.prediction}"
         name = pick.name or "no kernel"
@@ -210,6 +234,7 @@ class Choice:
 
     def __repr__(self) -> str:
         time = "not measured" if self.table.origin is None or self.is_miss else "frozen"
+        time = f"over budget: {self.pick.excess}" if self.pick.excess else time
         if self.predicted is not None and not self.predicted.transferred_from:
             time = f"predicted {self.predicted.latency_us:.2f} us"
         time = time if self.latency_us is None else f"{self.latency_us:.2f} us"

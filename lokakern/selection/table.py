@@ -48,6 +48,7 @@ class Pick:
     why_missed: Callable[[], str] | None = None
     prediction: Prediction | None = None  # without measurements, see `why_missed`
     is_too_strict: bool = False  # nothing measured is within the budget
+    excess: str = ""  # of a kernel over the budget, taken for lack of another
 
     @property
     def name(self) -> str:
@@ -56,7 +57,8 @@ class Pick:
     @property
     def rejected(self) -> Rejections:
         """The reason against every other kernel."""
-        return self.why_rejected()
+        found = self.why_rejected()
+        return tuple(pair for pair in found if not (self.excess and pair[0] == self.name))
 
     @property
     def is_miss(self) -> bool:
@@ -465,14 +467,20 @@ class Table:
             if known:
                 sign = -1 if limit == "sqnr_db" else 1
                 best = min(known, key=lambda c: (sign * c.errors[limit], c.name))
-                words = f"no kernel is within {self.budget}; the most accurate is taken"
+                words = (
+                    f"no kernel is within {self.budget}; the most accurate of those that run is "
+                    "taken"
+                )
                 if best.errors_predicted:  # its error may be less than that
                     words = (
                         f"by bounds from other n and k no kernel is within {self.budget}; the one "
                         "with the least is taken"
                     )
-                return Pick(best, why_missed=lambda: words, why_rejected=rejected,
-                            is_too_strict=not best.errors_predicted)  # fmt: skip
+                return Pick(
+                    best, why_missed=lambda: words, why_rejected=rejected,
+                    is_too_strict=not best.errors_predicted,
+                    excess=self._excess(best, problem, None) or "",
+                )  # fmt: skip
             if usable:
                 missing = (
                     f"no error is known of what was timed there: nothing is within {self.budget}"

@@ -44,6 +44,7 @@ from lokakern.types import (
     Problem,
     Rejected,
 )
+from lokakern.workloads.gemm_cases import scaled_gemm_cases
 
 load_kernels()
 ROOT = Path(__file__).resolve().parents[2]
@@ -160,10 +161,14 @@ def test_a_plugin_is_tried_then_measured_then_chosen(tmp_path: Path) -> None:
     assert races and all(us > 0 for us, _ in races)
     explain = ("-m", "lokakern.bench", "explain", "gemm", "16", "64", "64")
     assert "plugin left out" not in run(*explain).stdout
+    elsewhere = ("--device", "NVIDIA H200", "--json")
+    unmeasured = "example: lokakern_example.float32_gemm was not measured on NVIDIA H200"
+    assert json.loads(run(*explain, *elsewhere).stdout)["left_out"] == [unmeasured]
     module = installed / "lokakern_example.py"
     module.write_text(module.read_text() + "\nANOTHER = 1\n")
     changed = f"example changed since it was tried: {libraries.TRY}"
     assert run(*explain).stdout.splitlines()[-1] == f"  plugin left out: {changed}"
+    assert json.loads(run(*explain, *elsewhere).stdout)["left_out"] == [changed]
     assert (
         json.loads(run(*explain, "--json").stdout)["rejected"]["lokakern_example.float32_gemm"]
         == changed
@@ -414,6 +419,20 @@ def test_prebuild_says_that_a_plugin_failed_in_the_interpreter(
     )
 
 
+def test_prebuild_tells_why_a_kernel_takes_none_of_the_problems_with_its_scales(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(libraries, "trying", "some")
+    kernel = replace(
+        kernel_of(library), op="scaled_gemm", granularity=Granularity.ROW,
+        b_granularity=Granularity.ROW, supports_problem=lambda *_: Rejected("another format"),
+    )  # fmt: skip
+    monkeypatch.setitem(KERNELS, kernel.name, kernel)
+    cases = [*scaled_gemm_cases(64, 64, 64, "X1", Format.E4M3FN)]  # by tensor first
+    words = f"{kernel.name}: another format (scaled_gemm m=64 n=64 k=64 a=e4m3fn/row "
+    assert sweep._why_none(cases, current_device(), [kernel.name]).startswith(words)
+
+
 @pytest.mark.parametrize("name", ["AMD Instinct MI300X", "mi300x", "NVIDIA B200", "NVIDIA H200"])
 def test_kernels_are_compiled_for_gpus_that_nobody_measured(name: str) -> None:
     assert name.upper().split()[-1] in sweep._compiled_for(name).product
@@ -427,7 +446,7 @@ def breaking(rule: str) -> Callable[..., None]:
         finite = wide.isfinite()
         counted = finite | (rule == "finite amax")
         amax = torch.where(counted, wide.abs(), 0.0).amax(dim=1, keepdim=True)
-        exact = amax / torch.full_like(amax, 448.0)
+        exact = amax / torch.full_like(amax, Format.of(data.dtype).maximum)
         if rule != "least scale":
             exact = exact.clamp_min(2.0**-126)
         scale.copy_(exact if rule == "zero amax" else torch.where(amax == 0, 1.0, exact))
@@ -449,9 +468,12 @@ def test_quantizers_of_plugins_are_tried_on_zeros_nan_infinity_and_tiny_values(
     )
     told: list[str] = []
     outcome = library_smoke._outcome_of(kernel, told.append)
-    assert len(told) == {"": 9, "least scale": 7}.get(rule, 5)
+    fnuz = [] if current_device().is_gpu else ["e4m3fnuz", "e5m2fnuz"]
+    assert len(told) == {"": 11 + len(fnuz), "least scale": 6}.get(rule, 4)
     if not rule:
-        assert outcome.startswith(library_smoke.RIGHT)
+        also = ", ".join(["float32 x", "column-major x", "e5m2", *fnuz])
+        words = f"(to m=520, k=5000; also {also}; not tried: x strided along both axes)"
+        assert outcome == f"{library_smoke.RIGHT} {words}"
         return
     values = "tiny values and an infinity" if rule == "least scale" else "rows of zeros, NaN"
     words = "quantize m=67 k=200 a=bfloat16 out=e4m3fn/row with "
@@ -483,6 +505,9 @@ def taking(op: str, scales: Granularity) -> Callable[..., Accepted | Rejected]:
         ("gaps", "writes 67 elements outside of out [67, 90], the first at row 0, column 90 at"),
         ("long k", "at scaled_gemm m=35 n=40 k=4100"),
         ("many rows", "at scaled_gemm m=2100 n=24 k=40"),
+        ("many tiles", "only rows from 512 of 700, past the last whole 256; only columns"),
+        ("float32 out", "out=float32: a [67, 200]"),
+        ("e5m2", "a=e5m2/row b=e4m3fn/row bias out=bfloat16: a ["),
         ("row", "writes 256 elements outside of out [256, 256], the first at row 256, column 0"),
     ],
 )
@@ -505,6 +530,12 @@ def test_scaled_gemms_of_plugins_are_tried_on_all_strides(
         wide = left @ right[: left.shape[1]] * a_scale * b_scale
         if rule == "many rows":
             wide[2048:] = 0
+        if rule == "many tiles":
+            wide[512:, 512:] = 0
+        if rule == "float32 out" and out.dtype is torch.float32:
+            wide = wide.bfloat16().float()
+        if rule == "e5m2" and a.dtype is torch.float8_e5m2:
+            wide = a.view(torch.float8_e4m3fn).float() @ right * a_scale * b_scale
         target = out.as_strided((m, n), (n, 1)) if rule == "out" else out
         target.copy_(wide if bias is None else wide + bias.float())
         begin, stride = out.storage_offset(), out.stride()
@@ -546,7 +577,9 @@ def test_gemms_of_plugins_are_tried_on_slices(
     assert expected in outcome, outcome
 
 
-@pytest.mark.parametrize("rule", ["float32", "strides", "gaps", "scale", "long", "many"])
+@pytest.mark.parametrize(
+    "rule", ["float32", "strides", "gaps", "scale", "long", "many", "e5m2", "turned"]
+)
 def test_quantizers_of_plugins_are_tried_on_float32_and_slices(
     library: Library, monkeypatch: pytest.MonkeyPatch, rule: str
 ) -> None:
@@ -557,6 +590,10 @@ def test_quantizers_of_plugins_are_tried_on_float32_and_slices(
             raise TypeError("not bfloat16")
         read = x.as_strided(x.shape, (x.shape[1], 1)) if rule == "strides" else x
         breaking("")(read, data, scale, ())
+        if rule == "e5m2" and data.dtype is torch.float8_e5m2:
+            data.copy_(x.float() / scale.mul_(57344 / 448))  # as if it wrote e4m3fn
+        if rule == "turned" and x.stride(1) != 1:
+            breaking("")(x.as_strided(x.shape, (1, 1)), data, scale, ())
         if rule == "long":
             data.view(torch.uint8)[:, 4096:] = 0
         if rule == "many":
@@ -568,9 +605,13 @@ def test_quantizers_of_plugins_are_tried_on_float32_and_slices(
         if rule == "scale":
             scale.as_strided((1,), (1,), scale.storage_offset() + len(x)).zero_()
 
+    by_row = taking("quantize", Granularity.ROW)
+    turns = lambda problem, device: (  # noqa: E731
+        by_row(replace(problem, a=replace(problem.a, layout=Layout.ROW)), device)
+    )
     kernel = replace(
         kernel_of(library), op="quantize", launch=launch,
-        supports_problem=taking("quantize", Granularity.ROW),
+        supports_problem=turns if rule == "turned" else by_row,
     )  # fmt: skip
     outcome = library_smoke._outcome_of(kernel, lambda _: None)
     words = {
@@ -578,6 +619,8 @@ def test_quantizers_of_plugins_are_tried_on_float32_and_slices(
         "long": ", column 4096: 0, not ",
         "many": "at quantize m=520 k=40",
         "scale": "writes 1 elements outside of scale [256, 1], the first at row 256, column 0",
+        "e5m2": "at quantize m=67 k=200 a=bfloat16 out=e5m2/row: x [67, 200]",
+        "turned": "at quantize m=67 k=200 a=bfloat16/column-major/align2 out=e4m3fn/row",
         "strides": "a=bfloat16 out=e4m3fn/row with gaps between rows of x: x [67, 200]",
     }
     assert words.get(rule, library_smoke.RIGHT) in outcome, outcome
@@ -601,7 +644,8 @@ def test_a_gemm_that_quantizes_inside_is_told_to_declare_it(
     hint = "(a gemm that quantizes inside declares it: granularity=Granularity.ROW) at gemm m="
     assert hint in library_smoke._outcome_of(kernel, lambda _: None)
     declared = replace(kernel, granularity=Granularity.ROW, b_granularity=Granularity.ROW)
-    assert library_smoke._outcome_of(declared, lambda _: None) == "right (to m=2100, n=256, k=4100)"
+    outcome = library_smoke._outcome_of(declared, lambda _: None)
+    assert outcome == "right (to m=2100, n=600, k=4100; also float32)"
 
 
 def test_a_trial_says_its_limit(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -744,7 +744,10 @@ def test_quantized_operands_with_a_norm_take_the_fastest_kernel(book: Book) -> N
     for budget in (None, 0.06):
         assert ask_normed(budget, a=a).kernel == emulated
     choice = ask_normed(0.03, a=a)
-    assert choice.kernel == emulated and "the most accurate is taken" in choice.pick.note
+    assert choice.kernel == emulated and emulated not in choice.rejected
+    assert "the most accurate of those that run is taken" in choice.pick.note
+    words = "10.00 us (measured, 1 run, graph-cold), over budget: row_err 0.0500 > 0.03 (worst on"
+    assert f"{emulated}, {words}" in choice.explain().split("\n")[0]
     rows = make_problem("norm_quantize", (4096, 512), epilogue="rms")
     book.write(time("torch.norm_quantize", rows, 5.0))
     found = dispatch("norm_quantize", (4096, 512), device="NVIDIA H200", epilogue="rms")

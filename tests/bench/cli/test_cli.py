@@ -403,10 +403,15 @@ def test_a_sweep_of_misses(command: Command, tmp_path: Path) -> None:
 def test_a_sweep_of_a_problem_that_a_miss_printed(command: Command, tmp_path: Path) -> None:
     problem = make_problem("gemm", (48, 16, 32), epilogue="bias")
     words = shlex.split(remedies.sweep_command(problem))[3:]
-    ran = command(*words, "--errors", "none", "--quiet", "--json", "--kernel", "torch.bf16",
-                  "--db", str(tmp_path / "a.sqlite"))  # fmt: skip
+    turned = replace(problem, a=replace(problem.a, layout=Layout.COLUMN))  # stops nothing beside it
+    other = json.dumps(remedies.plain(turned))
+    ran = command(*words, "--problem", other, "--errors", "none", "--quiet", "--json",
+                  "--kernel", "torch.bf16", "--db", str(tmp_path / "a.sqlite"))  # fmt: skip
     assert ran.code == 0, ran.err
     assert str(problem) in {row["problem"] for row in ran.json}
+    assert f"left out: {turned} cannot be measured: a is not row-major" in ran.err
+    ran = command("sweep", "--problem", other, "--db", str(tmp_path / "a.sqlite"))
+    assert ran.code == 1 and "MeasurementError: " in ran.err
 
 
 def test_rows_that_are_not_ok_have_an_exit_code(

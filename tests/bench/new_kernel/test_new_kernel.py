@@ -42,6 +42,20 @@ USE = """if True:
     other_kernels.quantize_row(x, data, scale, ())
     print(torch.equal(data.view(torch.uint8), a.data.view(torch.uint8)))
 """
+# Asks both for e4m3fnuz and e4m3fn on a device of the former.
+ON_MI300X = """if True:
+    import acme_kernels, other_kernels
+    from lokakern.problems import make_problem
+    from lokakern.types import ACCEPTED, Device, Format, Granularity, Operand
+
+    device = Device("amd", "AMD Instinct MI300X", "gfx942", 304, 192)
+    for module, op in ((acme_kernels, "scaled_gemm"), (other_kernels, "quantize")):
+        for fp8 in (Format.E4M3FNUZ, Format.E4M3FN):
+            fields = {"a": Operand(fp8, Granularity.ROW)} if op == "scaled_gemm" else {
+                "out_format": fp8, "out_granularity": Granularity.ROW}
+            shape = (64, 64, 128) if op == "scaled_gemm" else (64, 128)
+            print(module.supports(make_problem(op, shape, **fields), device) == ACCEPTED)
+"""
 # Compiles both kernels for a GPU that need not be here.
 COMPILE = """if True:
     import acme_kernels, other_kernels
@@ -99,14 +113,15 @@ def test_written_packages_pass_their_trial_on_a_cpu_as_they_are(run: Run, tmp_pa
         run(*PIP, f"./{name}")
     found = listed(run, "libraries", "library")
     for name, kernel in (
-        ("acme", "scaled_gemm_row (to m=2100, n=256, k=4100)"),
-        ("other", "quantize_row (to m=520, k=5000)"),
+        ("acme", "scaled_gemm_row (to m=2100, n=600, k=4100; also float32 out)"),
+        ("other", "quantize_row (to m=520, k=5000; also float32 x)"),
     ):
         words = f"tried: it imports, and 1 of its kernels was right: {name}_kernels.{kernel}"
         assert found[name]["why"] == words
         assert (found[name]["state"], found[name]["kernels"]) == ("usable", 1)
     assert run("-c", USE).split() == ["True", "True"]
     assert run("-W", "ignore", "-c", COMPILE, interpret="0").split() == ["True", "True"]
+    assert run("-c", ON_MI300X).split() == ["True", "False", "True", "False"]
     # A trial in the interpreter does not hold where Triton compiles.
     assert listed(run, "kernels", "kernel", interpret="0")["(plugin acme)"]["state"] == "untried"
 
