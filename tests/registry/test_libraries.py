@@ -162,7 +162,7 @@ def test_a_plugin_is_tried_then_measured_then_chosen(tmp_path: Path) -> None:
     explain = ("-m", "lokakern.bench", "explain", "gemm", "16", "64", "64")
     assert "plugin left out" not in run(*explain).stdout
     elsewhere = ("--device", "NVIDIA H200", "--json")
-    unmeasured = "example: lokakern_example.float32_gemm was not measured on NVIDIA H200"
+    unmeasured = "example: lokakern_example.float32_gemm does not take it: is for CPUs"
     assert json.loads(run(*explain, *elsewhere).stdout)["left_out"] == [unmeasured]
     module = installed / "lokakern_example.py"
     module.write_text(module.read_text() + "\nANOTHER = 1\n")
