@@ -583,9 +583,8 @@ def _bounds_or_reason(
             if len({c.seed for c in chosen}) >= FEWEST_SEEDS:
                 break  # a rank with too few seeds is joined by the next
         else:
-            seeds = len({c.seed for c in chosen})
-            missing += [] if seeds else [distribution]
-            few += [f"{distribution} ({seeds} of {FEWEST_SEEDS})"] if seeds else []
+            missing.append(distribution)
+            few += [distribution] if chosen else []
             continue
         known: dict[str, float] = {}
         heard = [c for c, _ in here if c.tier]
@@ -612,11 +611,9 @@ def _bounds_or_reason(
                 worst_name, worst_value = distribution, value
     if missing and cells and not usable:
         return "error is stale: the kernel changed since it was measured"
-    if few:
-        others = f", not on {', '.join(missing)}" if missing else ""
-        return f"error not measured with all seeds on {', '.join(few)}{others}: run the sweep again"
     if missing:
-        return f"error not measured on {', '.join(missing)} ({FEWEST_SEEDS} seeds)"
+        some = f", and with fewer on {', '.join(few)}: run the sweep again" if few else ""
+        return f"error not measured on {', '.join(missing)} ({FEWEST_SEEDS} seeds{some})"
     if incomparable:
         return (
             f"error on {', '.join(incomparable)} is only imported, and nothing is known here to "
