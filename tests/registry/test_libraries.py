@@ -76,7 +76,10 @@ FAULTY = {
         "ctypes.string_at(8)",
         "the process was killed by SIGSEGV when dies_launched.multiply was launched at gemm m=",
     ),
-    "exits_launched": ("raise SystemExit(3)", "multiply: SystemExit: 3 at gemm m="),
+    "exits_launched": (
+        "raise SystemExit(3)",
+        "SystemExit: 3 (exits_launched.py, line 11) at gemm m=",
+    ),
     "is_wrong": ("out.zero_()", "multiply: wrong: "),
 }
 
