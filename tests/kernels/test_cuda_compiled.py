@@ -387,6 +387,7 @@ def measured() -> dict[str, Any]:
     return {a: {name: resources(name, a) for name in names_on(a, NAMES)} for a in architectures()}
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize("name", NAMES)
 def test_kernels_wait_for_the_one_before_and_let_the_next_begin(name: str) -> None:
     """As a programmatic launch must, before the first access of memory; and in this order."""

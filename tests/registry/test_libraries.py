@@ -266,6 +266,7 @@ def test_silence_ends_a_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert trial.why.startswith("no sign of life for 12 s when it was imported: good night")
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize("word", ["SIGTERM", "SIGINT", "SIGKILL"])
 def test_a_trial_ends_with_the_process_that_asked_for_it(tmp_path: Path, word: str) -> None:
     begun = tmp_path / "begun"

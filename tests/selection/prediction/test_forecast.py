@@ -154,6 +154,7 @@ def test_unaligned_rows_are_compared_with_padded_ones(predicting: None) -> None:
     assert compiled.predicted.plain_us < choice.predicted.plain_us  # no copies
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize("a_layout", [Layout.ROW, Layout.COLUMN])
 @pytest.mark.parametrize("b_layout", [Layout.ROW, Layout.COLUMN])
 def test_a_compiled_product_takes_no_longer_than_with_padded_sizes(
