@@ -15,6 +15,7 @@ import ctypes
 import json
 import random
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -75,9 +76,9 @@ def by_cupy(name: str, tensors: list[Tensor], scalars: list[int]) -> Callable[[]
     import cupy
     import numpy as np
 
-    path = Path(f"/tmp/lokakern-launch-{name}.cubin")
-    path.write_bytes(code_of(name))
-    function = cupy.RawModule(path=str(path)).get_function(name)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(code_of(name))
+        function = cupy.RawModule(path=file.name).get_function(name)
     maps = [tensor_map(wide(), BOX) for _ in range(MAPS[name])]
     made = [np.frombuffer(ctypes.string_at(m.address, 128), "V128") for m in maps]
     streams: dict[int, Any] = {}

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 LAYOUT = "bf16, with another layout of the weight"
 RELU = "relu"
 OTHER_FORM = "bf16, in another form in compiled code"
-NONE_IDLE: Mapping[tuple[str, str], str] = {}
 Off = frozenset[int]  # places of groups
 Rows = Mapping[str, list[int]]  # rows of the inputs of each site
 
@@ -252,11 +251,11 @@ class Switch:
         self,
         off: Variant,
         reasons: Mapping[int, str] | None = None,
-        idle: Mapping[tuple[str, str], str] = NONE_IDLE,
+        idle: Mapping[tuple[str, str], str] | None = None,
     ) -> None:
         """Apply a variant; at the end with the reasons, and without products that are idle."""
         assert isinstance(off, frozenset)
-        dropped = dict(idle) | self._conversion.over_limit
+        dropped = dict(idle or {}) | self._conversion.over_limit
         off_chains = set(self._conversion.over_limit_chains)
         has_relus = applies_relus(self._groups, off)
         for place in off:
