@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from numbers import Real
 from types import EllipsisType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -74,7 +74,16 @@ from lokakern.nn.norm_gradient import KERNEL as GRADIENT_KERNEL
 from lokakern.nn.raw_product import RawProduct, is_layer
 from lokakern.nn.rectified import KERNEL as RELU_KERNEL
 from lokakern.nn.rectified import rectified_between
-from lokakern.nn.routed_matmul import PLAIN, has_activator, kernel_at, read_route, traced_route
+from lokakern.nn.routed_matmul import (
+    PLAIN,
+    has_activator,
+    kernel_at,
+    kernels_of,
+    read_route,
+    switched,
+    traced_route,
+    turn,
+)
 from lokakern.nn.static_handoff import (
     BoundedSequential,
     activations_between,
@@ -92,6 +101,9 @@ from lokakern.selection.candidates import Time
 from lokakern.selection.choice import Choice
 from lokakern.selection.dispatcher import AnyDevice
 from lokakern.types import COMPILED, COMPILED_GRAPH, Device, ErrorBudget, Granularity
+
+if TYPE_CHECKING:
+    from lokakern.conversion.drift_watch import DriftEvent, DriftWatch
 
 Wanted = ProbeReport | ErrorBudget | float | None
 # How a model runs in each regime.
@@ -335,6 +347,8 @@ class Conversion:
         self._untimed: set[tuple[int, int, str]] = set()  # n and k of the reading layer, activation
         self._model = weakref.ref(model)
         self._key = uuid.uuid4().hex  # of its choices in layers, which may be copied and saved
+        self.has_switches = False  # whether routes have switches, see `watch`
+        self._watch: DriftWatch | None = None  # that is under way
         self._owners = fast_paths(model)
 
     def refresh(
@@ -361,6 +375,7 @@ class Conversion:
             UnknownNameError: The conversion was undone, or a kernel is unknown.
             UnsupportedError: A kernel that ``kernels`` names does not take a product of a layer.
         """
+        self._refuse_while_watched("refresh")
         wanted = self._wanted
         if kernels is not None or not isinstance(report_or_budget, EllipsisType):
             wanted = _wanted_of("refresh", report_or_budget, kernels)
@@ -379,6 +394,8 @@ class Conversion:
         self.over_limit, self.over_limit_chains = {}, frozenset()
         before = chain_texts(self.spans)
         self.spans, self._tails = [], {}
+        if self.has_switches:
+            turn([self.switch_of(name, gemm) for name in self._modules for gemm in GEMMS], True)
         changed = self.use_routes(chosen, off_chains=(), has_relus=True)
         self.spans = self._planned()  # of layers that have their routes
         if any(span.plan.chains for span in self.spans):
@@ -486,8 +503,13 @@ class Conversion:
         """Apply the routes of a site, and a chain of a `LinearNormAct` alone."""
         budget = _budget_of(self._wanted)
         texts = tuple(
-            self._marker.mark(r.text, budget, f"{site.name}/{r.gemm}") for r in site.routes
-        )
+            self._marker.mark(
+                switched(r.text, self.switch_of(site.name, r.gemm)) if self.has_switches
+                else r.text,
+                budget, f"{site.name}/{r.gemm}",
+            )
+            for r in site.routes
+        )  # fmt: skip
         is_inference = self._inference and site.name not in self.plain
         form = self._form_of(site.module)
         apply_choice(site.module, Chosen(self._key, texts, is_inference, chain, form))
@@ -682,6 +704,7 @@ class Conversion:
             UnknownNameError: The conversion was undone.
             UnsupportedError: torch.distributed has several ranks, which would decide differently.
         """
+        self._refuse_while_watched("tune")
         return tune(
             self, step, graph=graph, optimizer=optimizer, rounds=rounds, time_limit=time_limit
         )
@@ -724,6 +747,87 @@ class Conversion:
                 ranks, which would decide differently.
         """
         return limit_loss(self, loss, batches, relative)
+
+    def watch(
+        self,
+        report: ProbeReport | None = None,
+        *,
+        budget: ErrorBudget | float | None = None,
+        every: int = 100,
+        callbacks: Sequence[Callable[[DriftEvent], None]] = (),
+        seed: int = 0,
+    ) -> DriftWatch:
+        """Watch a training run: products run in bfloat16 while FP8 rounds their operands too badly.
+
+        ::
+
+            with lokakern.convert(model, report).watch(callbacks=[print]):
+                ...  # compile and train
+
+        Every ``every``-th step is sampled, as by `lokakern.Probe`. Where two samples in a row leave
+        the usual range of a site, Probe judges the site anew in a thread of its own, and products
+        whose kernels are not safe any more run as in nn.Linear until another judgement finds them
+        safe. Compiled graphs do not change for that; a CUDA graph that the program captured itself
+        has to be captured again, as by a callback.
+
+        Args:
+            report: What is usual; None: the report of the conversion. Without either each site is
+                judged once on its first sample.
+            budget: The largest error that is safe, as of `ProbeReport.of`; None: that of the
+                report, or of the conversion.
+            every: Steps from one sample to the next.
+            callbacks: Called with each `DriftEvent`, in the thread of the training. Events are also
+                logged, by the logger ``lokakern.conversion.drift_watch``.
+            seed: Of the choice of rows.
+
+        Returns:
+            A context manager; `DriftWatch.start` and `DriftWatch.stop` do the same. Begin before
+            the model is compiled.
+
+        Raises:
+            UnsupportedError: The conversion is for inference, was undone or is being watched, there
+                is no budget or one that Probe cannot judge by, or there are several ranks.
+            ShapeError: ``every`` is below 1.
+        """
+        from lokakern.conversion.drift_watch import DriftWatch  # it imports Probe
+
+        self._refuse_while_watched("watch")
+        if not self._modules:
+            raise UnsupportedError("watch: the conversion was undone; convert the model again")
+        if report is None and isinstance(self._wanted, ProbeReport):
+            report = self._wanted
+        limit = report.budget if report is not None else _budget_of(self._wanted)
+        limit = limit if budget is None else budget_of(budget)
+        if limit is None:
+            raise UnsupportedError(
+                "watch: the conversion has no budget to judge by: pass budget=, such as 0.06"
+            )
+        return DriftWatch(self, report, limit, every, callbacks, seed)
+
+    def begin_watch(self, watch: DriftWatch) -> None:
+        """Give the routes of products switches; for `DriftWatch`."""
+        self._refuse_while_watched("watch")
+        self._watch = watch
+        if not self.has_switches and self.regime != "eager":
+            self.has_switches = True
+            self.use_routes({name: site.routes for name, site in self.sites.items()}, self.plain)
+
+    def end_watch(self) -> None:
+        """Allow other changes again; for `DriftWatch`."""
+        self._watch = None
+
+    def switch_of(self, site: str, gemm: str) -> str:
+        """Name of the switch of a product."""
+        return f"{self._key[:12]}.{list(self._modules).index(site)}.{gemm}"
+
+    def _refuse_while_watched(self, what: str) -> None:
+        if self._watch is not None:
+            raise UnsupportedError(f"{what}: the model is being watched: stop the watch first")
+
+    @property
+    def device(self) -> Device | None:
+        """The device whose times were asked for; None: that of the weights."""
+        return None if self._device is None else dispatcher.device_named(self._device)
 
     @property
     def is_inference(self) -> bool:
@@ -818,9 +922,7 @@ class Conversion:
         for site in self.sites.values():
             n, k, _, _ = shape_of(site.module)
             texts = tuple(route.text for route in site.routes)
-            is_there = texts in [
-                tuple(map(sampled_check.unchecked, c.routes)) for c in self._chosen_for(site)
-            ]
+            is_there = texts in [tuple(map(kernels_of, c.routes)) for c in self._chosen_for(site)]
             routes = site.routes
             if not is_there:
                 routes = tuple(Route(route.gemm, PLAIN, _RESIZED) for route in routes)
@@ -1107,6 +1209,7 @@ class Conversion:
         Conversions and mods can be undone in any order: the newest remaining conversion determines
         the kernels of a layer. A second call does nothing.
         """
+        self._refuse_while_watched("undo")
         for site in self.sites.values():
             remove_choice(site.module, self._key)
         for sequence in self.sequences:

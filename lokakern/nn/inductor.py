@@ -91,8 +91,9 @@ def fuse_quantizers() -> None:
         form = "" if a is None else _form(a, route)
         if form and left is None:
             left, left_scales = quantized(a, form, route)
-        if form and left is not None and not sampled_check.is_checked(route):
-            a, b = None, b if data is None else None  # the op does not read them
+        reads_operands = sampled_check.is_checked(route) or routed_matmul.has_switch(route)
+        if form and left is not None and not reads_operands:
+            a, b = None, b if data is None else None
         is_usual = left is None and not left_scale and not apart
         given = () if is_usual else (left, left_scales, left_scale, apart)
         return call(a, b, data, scale, bias, route, *given)

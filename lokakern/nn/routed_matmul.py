@@ -6,10 +6,10 @@ right operand, then the first m of each kernel, for m that 16 divides and for ot
     row;16:0=,1024=cuda.quantize_row+cuda.scaled_gemm_row,20481=;1:0=
 
 An empty name means torch's unquantized product, and a name behind "~" that there is a kernel in
-eager calls only. On another device a kernel's emulation runs. A last part may define a check
-(`lokakern.sampled_check`). The ops look up a kernel when they run, not when
-they are traced, because m may be dynamic. Where Inductor knows m, it may quantize the left operand
-in the kernel that computes it (`lokakern.nn.inductor`).
+eager calls only. On another device a kernel's emulation runs. A part ``switch=NAME`` names a switch
+(`turn`), and a last part may define a check (`lokakern.sampled_check`). The ops look up a kernel
+when they run, not when they are traced, because m may be dynamic. Where Inductor knows m, it may
+quantize the left operand in the kernel that computes it (`lokakern.nn.inductor`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lokakern.device import current_device
 from lokakern.epilogue import NormEpilogue
 from lokakern.errors import UnsupportedError
 from lokakern.functional.quantize import dequantize, quantize
-from lokakern.native import recorded_op
+from lokakern.native import forget, recorded_op
 from lokakern.quantized_tensor import pitch_of
 from lokakern.registry.register import KERNELS, Kernel, fp8_format, kernel_named, load_kernels
 from lokakern.types import GROUP, Granularity, QuantizedTensor, empty_data
@@ -52,6 +52,8 @@ _LIBRARY = torch.library.Library("lokakern", "FRAGMENT")
 OPS = torch.ops.lokakern
 _IS_AMD = torch.version.hip is not None
 _ROUTES: dict[tuple[str, torch.device], _LoadedRoute] = {}
+_SWITCH = ";switch="
+_OFF: set[str] = set()  # switches
 
 
 class _LoadedRoute(NamedTuple):
@@ -96,13 +98,44 @@ def with_eager(text: str, eager: str) -> str:
 @functools.lru_cache(maxsize=4096)
 def traced_route(text: str) -> str:
     """The route of compiled graphs, without kernels of eager calls."""
-    route = sampled_check.unchecked(text)
+    route = kernels_of(text)
     if EAGER not in route:
         return text
     form, *both = _read(route)
     aligned, other = (merged((m, "" if EAGER in name else name) for m, name in x) for x in both)
     found = route_text(form, aligned, other)
     return found and found + text.removeprefix(route)
+
+
+def kernels_of(text: str) -> str:
+    """A route without its switch and its check."""
+    return ";".join(text.split(";", 3)[:3])
+
+
+def switched(text: str, switch: str) -> str:
+    """A route with a switch; `PLAIN` has none."""
+    return text and text + _SWITCH + switch
+
+
+def has_switch(text: str) -> bool:
+    """Whether a route has a switch."""
+    return _SWITCH in text
+
+
+def _is_off(text: str) -> bool:
+    return has_switch(text) and sampled_check.unchecked(text).partition(_SWITCH)[2] in _OFF
+
+
+def turn(switches: Iterable[str], is_on: bool) -> None:
+    """Let products run the kernels of their routes, or torch's unquantized product, from now on.
+
+    Compiled graphs, too, which hold the route: they are not compiled again. Calls cost the same, as
+    a switch is read when a route is loaded. A CUDA graph that was captured before replays what it
+    captured, and a product of which only FP8 data are left multiplies these dequantized.
+    """
+    (_OFF.difference_update if is_on else _OFF.update)(switches)
+    _ROUTES.clear()
+    forget()
 
 
 def merged(segments: Iterable[tuple[int, str]]) -> Segments:
@@ -173,9 +206,10 @@ def _load_route(text: str, device: torch.device) -> _LoadedRoute:
     load_kernels()
     form, *both = read_route(text)
     here = current_device(device.type, device.index or 0)
+    is_off = _is_off(text)
     kernels: list[list[Kernel | None]] = []
     for segments in both:
-        found = [kernel_named(name) if name else None for _, name in segments]
+        found = [kernel_named(name) if name and not is_off else None for _, name in segments]
         kernels.append([k if k is None or k.runs_on(here) else emulation_of(k) for k in found])
     starts = [[start for start, _ in segments] for segments in both]
     if len(_ROUTES) > 4096:

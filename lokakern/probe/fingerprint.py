@@ -46,17 +46,22 @@ def _of_rows(operand: OperandStatistics) -> dict[str, float]:
     """Of inputs or gradients; octaves, but for shares."""
     rows = operand.kept()[0].double()
     row_sizes, elements = rows.abs().amax(dim=1), rows.abs().flatten()
-    variance, mean = torch.var_mean(rows, dim=0, correction=0) if len(rows) else (rows, rows)
-    square, spread = float(mean.square().sum()), float(variance.sum())
-    ratio = square / spread if spread > LEAST_VARIANCE * square else 0.0
     return {
         "row_spread": _octaves(row_sizes, 0.01, 0.99),
         "column_spread": _octaves(operand.column_sizes),
         "crest": _octaves(elements, 0.5, 0.999),
-        "mean": 0.5 * math.log2(1.0 + ratio),
+        "mean": mean_octaves(rows),
         "zeros": float((elements == 0).sum()) / max(len(elements), 1),
         "zero_rows": float((row_sizes == 0).sum()) / max(len(rows), 1),
     }
+
+
+def mean_octaves(rows: Tensor) -> float:
+    """Octaves by which means of columns make rows ``[.., columns]`` larger; 0 of constant ones."""
+    variance, mean = torch.var_mean(rows, dim=0, correction=0) if len(rows) else (rows, rows)
+    square, spread = float(mean.square().sum()), float(variance.sum())
+    ratio = square / spread if spread > LEAST_VARIANCE * square else 0.0
+    return 0.5 * math.log2(1.0 + ratio)
 
 
 def _octaves(sizes: Tensor, low: float = 0.0, high: float = 1.0) -> float:

@@ -265,6 +265,13 @@ class ProbeReport:
             warnings.warn(f"operands moved since they were judged: {why}", stacklevel=2)
         return found
 
+    def fingerprints(self) -> dict[str, dict[str, Fingerprint]]:
+        """Those of the operands that were judged, by site and GEMM."""
+        found: dict[str, dict[str, Fingerprint]] = {}
+        for j in self._judged:
+            found.setdefault(j.verdict.site, {})[j.verdict.gemm] = j.fingerprint
+        return found
+
     def rows(self) -> list[dict[str, Any]]:
         """One row for each GEMM, with units in the names of columns."""
         return [

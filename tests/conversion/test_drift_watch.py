@@ -1,0 +1,236 @@
+"""A watched conversion runs products in bfloat16 while FP8 rounds their operands too badly."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lokakern
+from lokakern.conversion import drift_watch
+from lokakern.conversion.drift_watch import STAYS, TO_BF16, TO_FP8, DriftEvent, DriftWatch
+from lokakern.errors import UnsupportedError
+from lokakern.nn.routed_matmul import has_switch, kernels_of, switched, traced_route, turn
+
+K, M = 64, 256
+EVERY = 2
+
+
+def model_of() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(K, 48), nn.ReLU(), nn.Linear(48, 32))
+    return layers.bfloat16()
+
+
+def batch(seed: int, small: float = 1.0) -> Tensor:
+    """Every second row by that much smaller: a tensorwise scale leaves nothing of them."""
+    x = torch.randn(M, K, generator=torch.Generator().manual_seed(seed))
+    x[::2] *= small
+    return x.bfloat16()
+
+
+class Training:
+    """Steps of SGD, after each of which all windows are judged."""
+
+    def __init__(self, model: nn.Module, watch: DriftWatch, call: Any = None) -> None:
+        self.watch, self.call, self.done = watch, call or model, 0
+        self.optimizer = torch.optim.SGD(model.parameters(), 1e-6)
+
+    def run(self, steps: int, small: float = 1.0) -> list[DriftEvent]:
+        before = len(self.watch.events)
+        for _ in range(steps):
+            self.call(batch(self.done, small)).float().square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.watch.apply(wait=True)
+            self.done += 1
+        return self.watch.events[before:]
+
+
+def swaps(events: list[DriftEvent]) -> dict[str, str]:
+    return {f"{e.site}/{e.gemm}": e.action for e in events if e.action != STAYS}
+
+
+def plain_output(model: nn.Sequential, x: Tensor) -> Tensor:
+    first = model[0]
+    return nn.functional.linear(x, first.weight, first.bias)
+
+
+@pytest.mark.parametrize("regime", ["eager", "compiled"])
+def test_a_drift_turns_products_off_and_its_end_turns_them_on(regime: str) -> None:
+    model = model_of()
+    handle = lokakern.convert(model, kernels="tensor", regime=regime)
+    before = [row["choice"] for row in handle.choices]
+    told: list[DriftEvent] = []
+    with handle.watch(budget=0.06, every=EVERY, callbacks=[told.append]) as watch:
+        training = Training(model, watch)
+        first = training.run(4 * EVERY)
+        assert {e.action for e in first} == {STAYS}, "judged once, as there is no report"
+        assert not training.run(2 * EVERY)
+        x = batch(99, 1e-5)
+        assert not torch.equal(model[0](x), plain_output(model, x))
+        events = training.run(4 * EVERY, 1e-5)
+        assert swaps(events)["0/output"] == TO_BF16
+        assert watch.in_bf16 == sorted(swaps(events))
+        event = next(e for e in events if (e.site, e.gemm) == ("0", "output"))
+        assert event.safety == "unsafe"
+        assert 4 * EVERY < event.step <= watch.steps
+        assert "input.row_spread rose from" in event.moved
+        assert "row_err" in event.reason
+        assert torch.equal(model[0](x), plain_output(model, x))
+        back = training.run(4 * EVERY)
+        assert swaps(back) == dict.fromkeys(swaps(events), TO_FP8)
+        assert watch.in_bf16 == []
+        assert not torch.equal(model[0](x), plain_output(model, x))
+    assert told == watch.events
+    assert [row["choice"] for row in handle.choices] == before
+    assert {row["action"] for row in map(DriftEvent.row, told)} == {STAYS, TO_BF16, TO_FP8}
+
+
+def test_compiled_steps_are_not_compiled_again() -> None:
+    model = model_of()
+    handle = lokakern.convert(model, kernels="tensor")
+    with handle.watch(budget=0.06, every=EVERY) as watch:
+        compiled = torch.compile(model, backend="aot_eager")
+        training = Training(model, watch, compiled)
+        training.run(4 * EVERY)
+        counts = torch._dynamo.utils.counters["stats"]
+        graphs = counts["unique_graphs"]
+        x = batch(99, 1e-5)
+        with torch.no_grad():
+            wrong = compiled(x)
+        graphs_without_gradients = counts["unique_graphs"]
+        assert swaps(training.run(4 * EVERY, 1e-5))["0/output"] == TO_BF16
+        with torch.no_grad():
+            right = compiled(x)
+        assert counts["unique_graphs"] == graphs_without_gradients > 0
+        assert graphs <= graphs_without_gradients
+        assert not torch.equal(wrong, right)
+
+
+def test_a_report_says_what_is_usual_and_nothing_is_judged_before_it_moves() -> None:
+    model = model_of()
+    with lokakern.Probe(model, every=1) as probe:
+        for seed in range(3):
+            model(batch(seed)).float().square().mean().backward()
+    report = probe.report(seeds=(0,))
+    handle = lokakern.convert(model, kernels="tensor")
+    with handle.watch(report, every=EVERY) as watch:
+        training = Training(model, watch)
+        assert not training.run(4 * EVERY)
+        assert "0/output" in swaps(training.run(4 * EVERY, 1e-5))
+        assert watch.unseen == []
+
+
+def test_operands_that_are_unsafe_from_the_first_window_on_run_in_bfloat16() -> None:
+    model = model_of()
+    handle = lokakern.convert(model, kernels="tensor")
+    with handle.watch(budget=0.06, every=EVERY) as watch:
+        training = Training(model, watch)
+        assert "0/output" in swaps(training.run(2 * EVERY, 1e-5))
+    x = batch(99, 1e-5)
+    assert torch.equal(model[0](x), plain_output(model, x)), "products stay as they are"
+    handle.refresh()
+    assert not torch.equal(model[0](x), plain_output(model, x)), "chosen anew"
+
+
+def test_events_are_logged_and_printed(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = model_of()
+    handle = lokakern.convert(model, kernels="tensor")
+    quiet = caplog.at_level(logging.INFO, drift_watch.LOGGER.name)
+    with quiet, handle.watch(budget=0.06, every=EVERY) as watch:
+        Training(model, watch).run(2 * EVERY, 1e-5)
+    warned = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert any("0/output to bf16, unsafe: row_err" in words for words in warned)
+    watch.table()
+    assert "products in bfloat16 after 4 steps" in capsys.readouterr().out
+
+
+def test_what_cannot_be_watched_is_refused() -> None:
+    serving = lokakern.convert(model_of(), kernels="tensor", inference=True)
+    with pytest.raises(UnsupportedError, match="it follows training"):
+        serving.watch(budget=0.06)
+    handle = lokakern.convert(model_of(), kernels="tensor")
+    with pytest.raises(UnsupportedError, match="no budget to judge by: pass budget="):
+        handle.watch()
+    with pytest.raises(UnsupportedError, match="Probe judges by row_err"):
+        handle.watch(budget=lokakern.ErrorBudget(rel_err=1.0))
+    handle.undo()
+    with pytest.raises(UnsupportedError, match="was undone"):
+        handle.watch(budget=0.06)
+
+
+def test_a_watched_conversion_is_not_changed_otherwise() -> None:
+    handle = lokakern.convert(model_of(), kernels="tensor")
+    watch = handle.watch(budget=0.06)
+    with watch:
+        for change in (handle.refresh, handle.undo, lambda: handle.watch(budget=0.06)):
+            with pytest.raises(UnsupportedError, match="stop the watch first"):
+                change()
+        watch.start()  # without effect
+    watch.stop()
+    handle.undo()
+
+
+def test_a_model_without_quantized_layers_is_trained_with_a_warning() -> None:
+    model = model_of()
+    handle = lokakern.convert(model, 0.06, m_range=(16, 16))
+    assert all(not r.text for site in handle.sites.values() for r in site.routes)
+    warned = pytest.warns(UserWarning, match="no layer is quantized, and nothing is watched")
+    with warned, handle.watch(every=EVERY) as watch:
+        model(batch(0)).sum().backward()
+    assert (watch.steps, watch.unseen, watch.events) == (0, [], [])
+
+
+def test_an_error_of_the_thread_is_told_and_training_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = model_of()
+    handle = lokakern.convert(model, kernels="tensor")
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("no memory left")
+
+    monkeypatch.setattr(drift_watch, "profile_of", fails)
+    warned = pytest.warns(UserWarning, match="a window was not judged.*no memory left")
+    with warned, handle.watch(budget=0.06, every=EVERY) as watch:
+        assert not Training(model, watch).run(2 * EVERY)
+
+
+def test_an_error_of_the_training_ends_the_watch() -> None:
+    model = model_of()
+    handle = lokakern.convert(model, kernels="tensor")
+    with pytest.raises(ZeroDivisionError), handle.watch(budget=0.06, every=1) as watch:
+        Training(model, watch).run(2)
+        raise ZeroDivisionError
+    assert not model[0]._forward_hooks
+    handle.undo()
+
+
+def test_of_windows_that_nobody_judges_only_the_newest_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    watch = lokakern.convert(model_of(), kernels="tensor").watch(budget=0.06)
+    for step in range(5):
+        watch._hand_over(step, {})
+    waiting = [watch._windows.get_nowait() for _ in range(drift_watch.MOST_WAITING)]
+    assert [window.step for window in waiting if window is not None] == [3, 4]
+    assert watch._windows.empty()
+
+
+def test_a_switch_is_a_part_of_a_route() -> None:
+    route = "row;16:0=,64=cuda.a+cuda.b,128=~cuda.c+cuda.b;1:0="
+    marked = switched(route, "x.1.output") + ";check=1:64:0.06:1:0/output"
+    assert kernels_of(marked) == route
+    assert has_switch(marked) and not has_switch(route)
+    assert traced_route(marked) == (
+        "row;16:0=,64=cuda.a+cuda.b,128=;1:0=;switch=x.1.output;check=1:64:0.06:1:0/output"
+    )
+    assert switched("", "x") == ""
+    turn(["x.1.output"], False)
+    turn(["x.1.output"], True)
