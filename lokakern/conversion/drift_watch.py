@@ -252,6 +252,19 @@ class DriftWatch:
                 callback(event)
         return new
 
+    def lightning_callback(self) -> Any:
+        """A callback for Lightning's Trainer, which watches each fit and logs to its logger.
+
+        Where events are new it logs how many products are in bfloat16, and how many judgements
+        there were, as ``lokakern/in_bf16`` and ``lokakern/events``.
+
+        Raises:
+            ImportError: Neither ``lightning`` nor ``pytorch_lightning`` is installed.
+        """
+        from lokakern.conversion.lightning_callback import callback_of  # imports Lightning: seconds
+
+        return callback_of(self)
+
     def table(self) -> None:
         """Print the events."""
         from lokakern.render.terminal import print_rows

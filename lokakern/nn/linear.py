@@ -26,6 +26,7 @@ from lokakern.nn.routed_matmul import (
     RoutedLinear,
     TurnedLinear,
     find_activator,
+    has_switch,
     is_constant,
     is_known,
     kernel_at,
@@ -582,11 +583,18 @@ def _quantizes(plan: str, m: int, is_training: bool) -> bool:
 
 
 def described(plan: str) -> list[tuple[str, bool, list[list[tuple[int, bool]]]]] | None:
-    """What ``layer.h`` reads of a plan: by product the route, whether it is checked, and its m."""
+    """What ``layer.h`` reads of a plan, by product.
+
+    The route, whether a check or a switch may need unquantized operands, and at which m it has a
+    kernel.
+    """
     flags, _, *routes = plan.split(_BETWEEN)
     if OFFLOADED in flags or (ALTERED in flags and HELD not in flags):
         return None
-    return [(text, sampled_check.is_checked(text), segments_of(text)) for text in routes]
+    return [
+        (text, sampled_check.is_checked(text) or has_switch(text), segments_of(text))
+        for text in routes
+    ]
 
 
 class Linear(nn.Linear, Routed):

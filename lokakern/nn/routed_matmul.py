@@ -662,7 +662,9 @@ class RoutedLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.to_input, ctx.to_weight, ctx.dtype = to_input, to_weight, weight.dtype
         given, kept = weight, weight
-        if to_input == PLAIN or (turned is not None and not kernel_at(to_input, x.shape[0])):
+        is_plain = turned is not None and not kernel_at(to_input, x.shape[0])
+        is_turnable = not is_compiling() and has_switch(to_input)
+        if to_input == PLAIN or is_plain or is_turnable:
             kept = weight = weight.to(x.dtype)  # both products read the same rounded weight
         elif turned is not None:
             kept = None  # type: ignore[assignment]  # the weight may change before the backward pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import Any
 
@@ -12,8 +13,10 @@ from torch import Tensor, nn
 import lokakern
 from lokakern.conversion import drift_watch
 from lokakern.conversion.drift_watch import STAYS, TO_BF16, TO_FP8, DriftEvent, DriftWatch
+from lokakern.conversion.routes import GEMMS
 from lokakern.errors import UnsupportedError
 from lokakern.nn.routed_matmul import has_switch, kernels_of, switched, traced_route, turn
+from tests.support import native
 
 K, M = 64, 256
 EVERY = 2
@@ -109,6 +112,36 @@ def test_compiled_steps_are_not_compiled_again() -> None:
         assert counts["unique_graphs"] == graphs_without_gradients > 0
         assert graphs <= graphs_without_gradients
         assert not torch.equal(wrong, right)
+
+
+@pytest.mark.parametrize("in_cpp", [False, True], ids=["python", "cpp"])
+@pytest.mark.parametrize("keeps", [False, True], ids=["", "weights_unchanged"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_products_that_are_off_have_the_bits_of_the_unconverted_layer(
+    dtype: torch.dtype, keeps: bool, in_cpp: bool
+) -> None:
+    """Also where FP8 weights are kept: of the weight, too, nothing is rounded to FP8."""
+    model = model_of().to(dtype)
+    handle = lokakern.convert(model, kernels="row")
+    x = batch(0).to(dtype)
+
+    def gradients() -> list[Tensor]:
+        leaf = x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.float32):
+            loss = model(leaf).float().square().mean()
+        return [loss, *torch.autograd.grad(loss, [leaf, *model.parameters()])]
+
+    with handle.watch(budget=0.06):
+        places = [(name, gemm) for name in handle.sites for gemm in GEMMS]
+        kept = handle.weights_unchanged() if keeps else contextlib.nullcontext()
+        with native.in_use() if in_cpp else contextlib.nullcontext(), kept:
+            on = gradients()
+            turn([handle.switch_of(*place) for place in places], False)
+            off = gradients()
+    handle.undo()
+    plain = gradients()
+    assert all(map(torch.equal, off, plain))
+    assert not torch.equal(on[1], plain[1])
 
 
 def test_a_report_says_what_is_usual_and_nothing_is_judged_before_it_moves() -> None:
