@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 ALL = "zoo"
-OF_ZOO = ("batches", "modes", "autocast", "time_limit", "jobs")
+OF_ZOO = ("batches", "modes", "autocast", "time_limit", "jobs", "tune")
 NOT_OF_ZOO = ("size", "steps", "batch", "seeds", "arm", "most_rows", "whole", "suite")
 
 
@@ -102,6 +102,14 @@ def model(
             help="With zoo, on a GPU: processes that compile all cells before the first is timed.",
         ),
     ] = 1,
+    tune: Annotated[
+        float | None,
+        typer.Option(
+            min=1,
+            help="With zoo: also tune each step in place (`Conversion.tune`), for so many seconds "
+            "at most, and time it again.",
+        ),
+    ] = None,
     suite: Annotated[
         Path | None,
         typer.Option(
@@ -142,7 +150,7 @@ def model(
             print_zoo(
                 models, numbers(batches), words(modes), device, budget, training=training,
                 autocast=autocast, out=out,
-                time_limit_s=time_limit, jobs=jobs, database=db, how=how, quiet=quiet,
+                time_limit_s=time_limit, jobs=jobs, database=db, tune_s=tune, how=how, quiet=quiet,
             )  # fmt: skip
         return
     config = config_named(name, size, most_rows)

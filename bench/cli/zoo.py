@@ -51,6 +51,7 @@ def print_zoo(
     time_limit_s: float | None,
     jobs: int,
     database: str | None,
+    tune_s: float | None,
     how: OutputFormat,
     quiet: bool,
 ) -> None:
@@ -78,7 +79,7 @@ def print_zoo(
         for row in run(
             cells, modes, device, budget, path=None if out is None else out / FILE,
             time_limit_s=time_limit_s, jobs=jobs,
-            database=database, say=(lambda _text: None) if quiet else say,
+            database=database, tune_s=tune_s, say=(lambda _text: None) if quiet else say,
         ):  # fmt: skip
             rows.append(row)
     except DeviceLostError as error:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import gc
 import math
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,7 @@ from lokakern.bench.models.throughput import (
 )
 from lokakern.bench.models.zoo.catalog import ZOO
 from lokakern.conversion.convert import Conversion, convert
+from lokakern.conversion.variants import start_again
 from lokakern.errors import DeviceLostError, MeasurementError, UnsupportedError
 from lokakern.measure.timing import GRAPH_US, status_and_reason
 from lokakern.nn.routed_matmul import kernel_at, traced_route
@@ -78,6 +80,9 @@ class Row:
     quantized: int | None = None  # of these with a quantizing kernel at this batch size
     graph_breaks: int = 0  # of the compilation of both
     recompiles: int = 0  # graphs compiled while the times were taken
+    tuned_speedup: float | None = None  # after `Conversion.tune` of the step
+    tuned_margin: float | None = None
+    tune_s: float | None = None  # seconds that it took
     error: str = ""  # why there are no times
 
 
@@ -86,6 +91,7 @@ def measure(
     modes: Sequence[str],
     device: torch.device,
     budget: float,
+    tune_s: float | None = None,
 ) -> Iterator[Row]:
     """Measure a cell, one row for each mode as soon as it is known.
 
@@ -96,6 +102,8 @@ def measure(
         modes: Some of `MODES`.
         device: Where it runs.
         budget: Largest accepted row error of a quantized product.
+        tune_s: Limit of `Conversion.tune` in seconds, after which the step is timed once more;
+            None: no tuning.
 
     Raises:
         DeviceLostError: The device is unusable, after the row of the mode that failed.
@@ -114,6 +122,7 @@ def measure(
     for mode in modes:
         try:
             pace = pair.race(mode)
+            tuned = (None,) * 3 if tune_s is None else pair.race_tuned(mode, tune_s)
         except Exception as error:  # a compiler or a library may raise anything
             reason = status_and_reason(error)[1]
             yield about(mode, products=pair.products, quantized=pair.quantized[mode], error=reason)
@@ -122,6 +131,7 @@ def measure(
         yield about(
             mode, pace.speedup, pace.speedup_margin, pace.baseline_us, pace.step_us, pace.rounds,
             pace.timer, pair.products, pair.quantized[mode], pace.graph_breaks, pace.recompiles,
+            *tuned,
         )  # fmt: skip
 
 
@@ -162,7 +172,7 @@ class _Pair:
         self.cell, self.device = cell, device
         regimes = {mode: COMPILED_GRAPH if mode == MODES[0] else COMPILED for mode in modes}
         self.models = {"": self._build()}
-        conversions: dict[str, Conversion] = {}
+        conversions = self.conversions = dict[str, Conversion]()
         for regime in sorted(set(regimes.values())):
             model = self.models[regime] = self._build()
             conversions[regime] = convert(model, budget, inference=not cell.training, regime=regime)
@@ -223,6 +233,24 @@ class _Pair:
         for regime in self.models:
             self._stepper(regime, MODES[1], 1)
 
+    def race_tuned(self, mode: str, limit_s: float) -> tuple[float, float, float]:
+        """The speedup after `Conversion.tune`, its margin, and how many seconds that took."""
+        conversion = self.conversions[self.regimes[mode]]
+        model: Any = self._callable(self.regimes[mode], mode)
+        parameters = list(self.models[self.regimes[mode]].parameters())
+        step = self._trained if self.cell.training else self._predicted
+        start = time.perf_counter()
+        conversion.tune(
+            lambda: step(model, self.batches[0], parameters), graph=mode == MODES[0],
+            time_limit=limit_s,
+        )  # fmt: skip
+        took = time.perf_counter() - start
+        try:
+            pace = self.race(mode)
+        finally:
+            start_again(conversion)  # other modes run the same model
+        return pace.speedup, pace.speedup_margin, took
+
     def race(self, mode: str) -> Pace:
         """Time both models in a mode against each other."""
         if mode == MODES[0] and self.device.type != "cuda":
@@ -237,7 +265,7 @@ class _Pair:
 
     def _stepper(self, regime: str, mode: str, repeats: int) -> Stepper:
         """The model of a regime ("" for bfloat16), warm, with repeated replays of all batches."""
-        model: Any = self.models[regime] if mode == MODES[2] else self.compiled[regime]
+        model = self._callable(regime, mode)
         step = self._trained if self.cell.training else self._predicted
         parameters = list(self.models[regime].parameters())
 
@@ -259,6 +287,9 @@ class _Pair:
             if found.timer != GRAPH:
                 raise MeasurementError(f"{found.name}: {found.note}")
         return found
+
+    def _callable(self, regime: str, mode: str) -> Any:
+        return self.models[regime] if mode == MODES[2] else self.compiled[regime]
 
     def _cast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.cell.autocast)

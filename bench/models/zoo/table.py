@@ -64,6 +64,7 @@ def run(
     time_limit_s: float | None = None,
     jobs: int = 1,
     database: str | None = None,
+    tune_s: float | None = None,
     say: Callable[[str], None] = lambda _text: None,
 ) -> Iterator[Row]:
     """Measure cells; rows that a file has from the same state are not measured again.
@@ -78,6 +79,7 @@ def run(
         jobs: Processes that compile cells before the first one is timed; 1: each is compiled when
             its turn comes. On a GPU only.
         database: As of `lokakern.bench.models.zoo.ahead.compile_ahead`.
+        tune_s: As of `lokakern.bench.models.zoo.cell.measure`.
         say: Called with progress messages.
 
     Raises:
@@ -85,7 +87,7 @@ def run(
         SuiteError: The file has lines of something else.
     """
     end = None if time_limit_s is None else time.monotonic() + time_limit_s
-    state = state_digest(device, budget)
+    state = state_digest(device, budget, tune_s)
     known = {} if path is None else _rows_in(path, state)
     if jobs > 1 and device.type == "cuda":
         left = [(cell, [mode for mode in modes if mode != MODES[2]
@@ -102,7 +104,7 @@ def run(
         if not missing or (end is not None and time.monotonic() >= end):
             continue
         say(f"{place + 1}/{len(cells)}: {cell.model}, batch {cell.batch}, {cell.step}")
-        for row in measure(cell, missing, device, budget):
+        for row in measure(cell, missing, device, budget, tune_s):
             if path is not None:
                 _append(path, row, state)
             say(f"  {_words(row)}")
@@ -113,21 +115,25 @@ def run(
 def _words(row: Row) -> str:
     if row.error:
         return f"{row.mode}: {row.error}"
+    tuned = "" if row.tuned_speedup is None else (
+        f"; {row.tuned_speedup:.3f}x +- {row.tuned_margin:.3f} after {row.tune_s:.0f} s of tune"
+    )  # fmt: skip
     return (
         f"{row.mode}: {row.speedup:.3f}x +- {row.speedup_margin:.3f}, {row.us:.0f} us, "
-        f"{row.quantized} of {row.products} products in FP8"
+        f"{row.quantized} of {row.products} products in FP8{tuned}"
     )
 
 
 # --- the file
 
 
-def state_digest(device: torch.device, budget: float) -> str:
+def state_digest(device: torch.device, budget: float, tune_s: float | None = None) -> str:
     """Digest of all that a ratio depends on: device, torch, source code, kernels and database."""
     load_kernels()
     frozen = dispatcher.choices()
+    limits = [repr(budget), *([] if tune_s is None else [repr(tune_s)])]
     return digest_of([
-        str(current_device()), torch.__version__, str(device), repr(budget), _source_digest(),
+        str(current_device()), torch.__version__, str(device), *limits, _source_digest(),
         kernels_digest(), dispatcher.snapshot().digest if frozen is None else frozen.digest,
     ])  # fmt: skip
 
@@ -192,11 +198,20 @@ def table_of(rows: Iterable[Row], modes: Sequence[str] = MODES) -> list[dict[str
             notes = [f"{', '.join(r.mode for r in here if r.error == e)}: {e}" for e in errors]
             table.append({
                 "model": name, "batch": batch, "step": step,
-                **{m: _rounded(by_mode[m].speedup if m in by_mode else None) for m in modes},
+                **{column: _rounded(of(by_mode[m]) if m in by_mode else None)
+                   for m in modes for column, of in _columns(kept, m)},
                 "FP8 products": f"{counts.quantized} of {counts.products}" if counts else None,
                 "note": "; ".join(notes),
             })  # fmt: skip
     return table + _summary_of(kept, modes)
+
+
+def _columns(rows: Sequence[Row], mode: str) -> list[tuple[str, Callable[[Row], float | None]]]:
+    """The ratios of a mode: after `convert`, and after `tune` where some row has it."""
+    found: list[tuple[str, Callable[[Row], float | None]]] = [(mode, lambda row: row.speedup)]
+    if any(row.tuned_speedup is not None for row in rows):
+        found.append((f"{mode}, tuned", lambda row: row.tuned_speedup))
+    return found
 
 
 SUMMARIES: dict[str, Callable[[list[float]], float]] = {
@@ -210,12 +225,10 @@ def _summary_of(rows: Sequence[Row], modes: Sequence[str]) -> list[dict[str, Any
     for name, summarize in SUMMARIES.items():
         for step in sorted({row.step for row in rows}):
             line: dict[str, Any] = {"model": name, "batch": None, "step": step}
-            for mode in modes:
-                ratios = [
-                    row.speedup for row in rows
-                    if (row.step, row.mode) == (step, mode) and row.speedup is not None
-                ]  # fmt: skip
-                line[mode] = _rounded(summarize(ratios)) if ratios else None
+            for mode, (column, of) in ((m, c) for m in modes for c in _columns(rows, m)):
+                here = [of(row) for row in rows if (row.step, row.mode) == (step, mode)]
+                ratios = [ratio for ratio in here if ratio is not None]
+                line[column] = _rounded(summarize(ratios)) if ratios else None
             failed = sum(bool(row.error) for row in rows if row.step == step)
             note = f"{failed} of {sum(row.step == step for row in rows)} failed" if failed else ""
             summary.append(line | {"FP8 products": None, "note": note})

@@ -30,6 +30,7 @@ from lokakern.bench.models.zoo.cell import MODES, Cell, Row, measure
 from lokakern.bench.models.zoo.hstu import HSTU
 from lokakern.bench.models.zoo.table import FILE, cells_of, run, state_digest, table_of
 from lokakern.conversion.convert import convert
+from lokakern.conversion.variants import as_plain
 from lokakern.errors import DeviceLostError, SuiteError, UnknownNameError
 from lokakern.selection import dispatcher
 from lokakern.types import COMPILED, COMPILED_GRAPH
@@ -254,6 +255,59 @@ def test_the_table_has_a_line_for_each_cell_and_a_summary() -> None:
     assert table_of([]) == []
 
 
+def test_the_table_has_ratios_after_tune_where_there_are_some() -> None:
+    rows = [
+        row("a", 512, "infer", "eager", 0.98, tuned_speedup=1.0, tuned_margin=0.01, tune_s=20.0),
+        row("b", 512, "infer", "eager", 0.5, error="no luck"),
+    ]
+    first, second, least, mean = table_of(rows, ("eager",))
+    columns = [list(line) for line in (first, second, least, mean)]
+    assert all(
+        names[:5] == ["model", "batch", "step", "eager", "eager, tuned"] for names in columns
+    )
+    assert (first["eager, tuned"], second["eager, tuned"]) == (1.0, None)
+    assert (least["eager"], least["eager, tuned"], mean["eager, tuned"]) == (0.5, 1.0, 1.0)
+    done = dataclasses.replace(rows[0], speedup_margin=0.02, us=10.0, products=1, quantized=0)
+    words = table._words(done)
+    assert words.endswith("0 of 1 products in FP8; 1.000x +- 0.010 after 20 s of tune")
+
+
+@pytest.mark.usefixtures("known")
+def test_each_mode_is_tuned_from_what_convert_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And timed after that; the next mode begins with the conversion's own choices."""
+    calls, quantized = [], []
+
+    def tune(conversion: Any, step: Any, *, graph: bool, time_limit: float) -> None:
+        step()
+        calls.append((graph, time_limit))
+        routes = {
+            name: tuple(as_plain(route, "slower") for route in routes)
+            for name, routes in conversion.untuned.items()
+        }
+        conversion.use_routes(routes, keep_classes=True)
+
+    def race(plain: Any, found: Any, _device: Any) -> throughput.Pace:
+        quantized.append(sum(bool(r) for r in found_pair[0].models[COMPILED]._routes))
+        return real_race(plain, found, _device)
+
+    real_race, found_pair = cells.race, []
+    make = cells._Pair.__init__
+
+    def noted(self: Any, *arguments: Any) -> None:
+        make(self, *arguments)
+        found_pair.append(self)
+
+    monkeypatch.setattr("lokakern.conversion.convert.Conversion.tune", tune)
+    monkeypatch.setattr(cells, "race", race)
+    monkeypatch.setattr(cells._Pair, "__init__", noted)
+    rows = list(measure(Cell("layer", 256, True), ("compiled", "eager"), CPU, 0.06, 30.0))
+    assert [row.error for row in rows] == ["", ""]
+    assert calls == [(False, 30.0)] * 2
+    assert quantized == [3, 0, 3, 0]
+    assert all(row.tuned_speedup and row.tuned_margin is not None for row in rows)
+    assert all(row.tune_s is not None and row.tune_s >= 0 for row in rows)
+
+
 def test_cells_come_by_batch_size_and_predictions_first() -> None:
     found = cells_of(("hstu", "ple"), (8192, 512), None)
     assert [(c.batch, c.step, c.model) for c in found] == [
@@ -388,7 +442,7 @@ def test_only_what_is_missing_is_compiled_ahead(
     both, path, gpu = cells_of(("hstu",), (512, 8192), False), tmp_path / FILE, torch.device("cuda")
     list(run(both, ("graph", "eager"), CPU, 0.06, path=path, jobs=2))
     assert not found  # on a CPU there is nothing to compile
-    monkeypatch.setattr(table, "state_digest", lambda device, budget: "as before")
+    monkeypatch.setattr(table, "state_digest", lambda *_: "as before")
     list(run(both[:1], ("graph",), gpu, 0.06, path=tmp_path / "gpu"))
     list(run(both, ("graph", "compiled", "eager"), gpu, 0.06, path=tmp_path / "gpu", jobs=2))
     assert found == [[(both[0], ["compiled"]), (both[1], ["graph", "compiled"])]]
