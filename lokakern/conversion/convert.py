@@ -77,6 +77,7 @@ from lokakern.nn.rectified import rectified_between
 from lokakern.nn.routed_matmul import (
     PLAIN,
     has_activator,
+    is_off_now,
     kernel_at,
     kernels_of,
     read_route,
@@ -106,6 +107,7 @@ if TYPE_CHECKING:
     from lokakern.conversion.drift_watch import DriftEvent, DriftWatch
 
 Wanted = ProbeReport | ErrorBudget | float | None
+OFF = "bf16, turned off by a watch"
 # How a model runs in each regime.
 _RUNS = {
     COMPILED: "torch.compile, with each call made by the host; in CUDA graphs: 'compiled-graph'",
@@ -767,8 +769,9 @@ class Conversion:
         Every ``every``-th step is sampled, as by `lokakern.Probe`. Where two samples in a row leave
         the usual range of a site, Probe judges the site anew in a thread of its own, and products
         whose kernels are not safe any more run as in nn.Linear until another judgement finds them
-        safe. Compiled graphs do not change for that; a CUDA graph that the program captured itself
-        has to be captured again, as by a callback.
+        safe. In the regime "compiled" compiled graphs do not change for that. In those of CUDA
+        graphs they are compiled, and captured by the compiler, again, and what the program captured
+        itself it has to capture again, as in a callback.
 
         Args:
             report: What is usual; None: the report of the conversion. Without either each site is
@@ -808,7 +811,7 @@ class Conversion:
         """Give the routes of products switches; for `DriftWatch`."""
         self._refuse_while_watched("watch")
         self._watch = watch
-        if not self.has_switches and self.regime != "eager":
+        if not self.has_switches and self.regime == COMPILED:
             self.has_switches = True
             self.use_routes({name: site.routes for name, site in self.sites.items()}, self.plain)
 
@@ -927,13 +930,14 @@ class Conversion:
             if not is_there:
                 routes = tuple(Route(route.gemm, PLAIN, _RESIZED) for route in routes)
             for route in routes:
+                is_off = self.has_switches and is_off_now(self.switch_of(site.name, route.gemm))
                 timed = [c for c in route.choices if c.latency_us is not None]
                 times = [_time_of(route, c) for c in timed]
                 rows.append(
                     {
                         "site": site.name, "gemm": route.gemm, "n": n, "k": k,
-                        "choice": _summary(route, traced_route(route.text)),
-                        "eager_choice": _summary(route, route.text),
+                        "choice": OFF if is_off else _summary(route, traced_route(route.text)),
+                        "eager_choice": OFF if is_off else _summary(route, route.text),
                         "m": [route.rows_at(c) for c in timed],
                         "us": [t and t.latency_us for t in times],
                         "host_us": [t and t.host and t.host.us for t in times],

@@ -3,8 +3,9 @@
 A probe of its own samples one step of each window. A thread of its own compares windows, and judges
 a site anew, from the rows of the window, where they left their usual range. The steps of training
 only hand windows over and turn switches of routes (`lokakern.nn.routed_matmul.turn`): the host
-waits for nothing, and nothing is compiled again. Where the regime is eager, routes change instead,
-so that nn.Linear's own call is made.
+waits for nothing, and nothing is compiled again. In other regimes than "compiled" routes change:
+eager calls are those of nn.Linear then, and CUDA graphs, which would replay the old kernels, are
+made anew by the compiler.
 """
 
 from __future__ import annotations
@@ -373,7 +374,7 @@ class DriftWatch:
                 for route in self._routes[name]
             )
             for name in {name for name, _ in places}
-        })  # fmt: skip
+        }, keep_classes=True)  # fmt: skip
 
 
 def _kernels_of(route: Route) -> tuple[str, ...]:

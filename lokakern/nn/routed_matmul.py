@@ -122,16 +122,17 @@ def has_switch(text: str) -> bool:
     return _SWITCH in text
 
 
-def _is_off(text: str) -> bool:
-    return has_switch(text) and sampled_check.unchecked(text).partition(_SWITCH)[2] in _OFF
+def is_off_now(switch: str) -> bool:
+    """Whether a switch is off."""
+    return switch in _OFF
 
 
 def turn(switches: Iterable[str], is_on: bool) -> None:
     """Let products run the kernels of their routes, or torch's unquantized product, from now on.
 
     Compiled graphs, too, which hold the route: they are not compiled again. Calls cost the same, as
-    a switch is read when a route is loaded. A CUDA graph that was captured before replays what it
-    captured, and a product of which only FP8 data are left multiplies these dequantized.
+    a switch is read when a route is loaded. CUDA graphs replay what they captured, and a product of
+    which only FP8 data are left multiplies these dequantized.
     """
     (_OFF.difference_update if is_on else _OFF.update)(switches)
     _ROUTES.clear()
@@ -206,7 +207,7 @@ def _load_route(text: str, device: torch.device) -> _LoadedRoute:
     load_kernels()
     form, *both = read_route(text)
     here = current_device(device.type, device.index or 0)
-    is_off = _is_off(text)
+    is_off = is_off_now(sampled_check.unchecked(text).partition(_SWITCH)[2])
     kernels: list[list[Kernel | None]] = []
     for segments in both:
         found = [kernel_named(name) if name and not is_off else None for _, name in segments]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import lokakern
 from lokakern.conversion import drift_watch
+from lokakern.conversion.convert import OFF
 from lokakern.conversion.drift_watch import STAYS, TO_BF16, TO_FP8, DriftEvent, DriftWatch
 from lokakern.conversion.routes import GEMMS
 from lokakern.errors import UnsupportedError
@@ -62,7 +63,7 @@ def plain_output(model: nn.Sequential, x: Tensor) -> Tensor:
     return nn.functional.linear(x, first.weight, first.bias)
 
 
-@pytest.mark.parametrize("regime", ["eager", "compiled"])
+@pytest.mark.parametrize("regime", ["eager", "compiled", "compiled-graph"])
 def test_a_drift_turns_products_off_and_its_end_turns_them_on(regime: str) -> None:
     model = model_of()
     handle = lokakern.convert(model, kernels="tensor", regime=regime)
@@ -84,6 +85,8 @@ def test_a_drift_turns_products_off_and_its_end_turns_them_on(regime: str) -> No
         assert "input.row_spread rose from" in event.moved
         assert "row_err" in event.reason
         assert torch.equal(model[0](x), plain_output(model, x))
+        (row,) = [r for r in handle.choices if (r["site"], r["gemm"]) == ("0", "output")]
+        assert row["choice"] in (OFF, "bf16") and (row["choice"] == OFF) == (regime == "compiled")
         back = training.run(4 * EVERY)
         assert swaps(back) == dict.fromkeys(swaps(events), TO_FP8)
         assert watch.in_bf16 == []
