@@ -147,6 +147,34 @@ def test_products_that_are_off_have_the_bits_of_the_unconverted_layer(
     assert not torch.equal(on[1], plain[1])
 
 
+@pytest.mark.rest  # Inductor compiles two models
+def test_compiled_products_that_are_off_have_the_bits_of_the_unconverted_model() -> None:
+    """Also where Inductor quantizes an operand in the kernel that computes it."""
+    torch.manual_seed(0)
+    layers = [nn.LayerNorm(K), nn.Linear(K, 48), nn.ReLU(), nn.Linear(48, 32)]
+    model = nn.Sequential(*layers).bfloat16()
+    handle = lokakern.convert(model, kernels="row")
+    x = batch(0)
+
+    def gradients(call: Any) -> list[Tensor]:
+        leaf = x.clone().requires_grad_()
+        loss = call(leaf).float().square().mean()
+        return [loss.detach(), *torch.autograd.grad(loss, [leaf, *model.parameters()])]
+
+    with handle.watch(budget=0.06):
+        compiled = torch.compile(model)
+        on = gradients(compiled)
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        turn([handle.switch_of(name, gemm) for name in handle.sites for gemm in GEMMS], False)
+        off = gradients(compiled)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+    handle.undo()
+    torch._dynamo.reset()
+    plain = gradients(torch.compile(model))
+    assert all(map(torch.equal, off, plain))
+    assert not torch.equal(on[1], plain[1])
+
+
 def test_a_report_says_what_is_usual_and_nothing_is_judged_before_it_moves() -> None:
     model = model_of()
     with lokakern.Probe(model, every=1) as probe:
