@@ -11,6 +11,7 @@ made anew by the compiler.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import queue
 import threading
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 LOGGER = logging.getLogger(__name__)
 TO_BF16, TO_FP8, STAYS = "to bf16", "to fp8", "stays"
 MOST_WAITING = 2  # windows of a thread that lags; of more the older are dropped
+IN_TURN = 10  # windows, after which a site is judged of which nothing moved: sums may cancel
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,7 @@ class DriftEvent:
         site: Name of the layer.
         gemm: "output", "grad_input" or "grad_weight".
         action: "to bf16", "to fp8" or "stays".
-        moved: What left its usual range.
+        moved: What left its usual range; "" of a first judgement, and of those in turn.
         safety: Of the kernels of its route: "safe", "unsafe" or "undecided".
         reason: Why they are not safe; "" where they are.
         row_err: The largest upper limit of their errors, of 95 % confidence.
@@ -82,7 +84,7 @@ class DriftEvent:
         why = f": {self.reason}" if self.reason else f": row_err at most {self.row_err:.3g}"
         return (
             f"step {self.step}: {self.site}/{self.gemm} {self.action}, {self.safety}{why}; moved: "
-            f"{self.moved or 'nothing, first judgement'}"
+            f"{self.moved or 'nothing'}"
         )
 
 
@@ -95,6 +97,7 @@ class _Window(NamedTuple):
 class _Judged(NamedTuple):
     report: ProbeReport  # on these sites alone
     moved: dict[str, str]  # by site
+    in_turn: bool  # whether only swaps are events
 
 
 class _WindowProbe(Probe):
@@ -172,6 +175,8 @@ class DriftWatch:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}  # of the thread
         self._found: deque[_Judged | BaseException] = deque()  # of the thread
         self._unjudged = set(self._routes) if report is None else set()
+        self._turns = dict.fromkeys(self._routes)  # sites, the longest not judged first
+        self._quiet = 0  # windows without a judgement
         self._thread: threading.Thread | None = None
         known = {} if report is None else report.fingerprints()
         self._usual = {name: Usual(usual_of(prints)) for name, prints in known.items()}
@@ -322,13 +327,21 @@ class DriftWatch:
                 if words:  # what is usual begins anew
                     self._usual[name] = Usual()
                     self._usual[name].see(profile)
+        self._quiet = 0 if moved else self._quiet + 1
+        in_turn = self._quiet >= IN_TURN
+        if in_turn:
+            self._quiet = 0
+            moved = {name: "" for name in self._turns if name in window.sites}
+            moved = dict(itertools.islice(moved.items(), 1))
         if moved:
+            for name in moved:
+                self._turns[name] = self._turns.pop(name, None)
             sites = {name: window.sites[name] for name in moved}
             report = ProbeReport.of(
                 sites, budget=self._budget, device=self._conversion.device, seeds=(0,)
             )
             self._unjudged -= moved.keys()
-            self._found.append(_Judged(report, moved))
+            self._found.append(_Judged(report, moved, in_turn))
 
     def _events_of(self, found: _Judged) -> list[DriftEvent]:
         """Turn the products of some sites, and say so."""
@@ -348,6 +361,8 @@ class DriftWatch:
                 if is_safe == (place in self._off):
                     action = TO_FP8 if is_safe else TO_BF16
                     to_turn[is_safe].append(place)
+                elif found.in_turn:
+                    continue
                 new.append(
                     DriftEvent(
                         self.steps, name, route.gemm, action, moved,

@@ -40,13 +40,13 @@ class Training:
     """Steps of SGD, after each of which all windows are judged."""
 
     def __init__(self, model: nn.Module, watch: DriftWatch, call: Any = None) -> None:
-        self.watch, self.call, self.done = watch, call or model, 0
+        self.watch, self.call, self.done, self.shift = watch, call or model, 0, 0.0
         self.optimizer = torch.optim.SGD(model.parameters(), 1e-6)
 
     def run(self, steps: int, small: float = 1.0) -> list[DriftEvent]:
         before = len(self.watch.events)
         for _ in range(steps):
-            self.call(batch(self.done, small)).float().square().mean().backward()
+            self.call(batch(self.done, small) + self.shift).float().square().mean().backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.watch.apply(wait=True)
@@ -187,6 +187,35 @@ def test_a_report_says_what_is_usual_and_nothing_is_judged_before_it_moves() -> 
         assert not training.run(4 * EVERY)
         assert "0/output" in swaps(training.run(4 * EVERY, 1e-5))
         assert watch.unseen == []
+
+
+def test_sites_are_judged_in_turn_where_nothing_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums may cancel ever more, which no number of an operand tells."""
+    monkeypatch.setattr(drift_watch, "IN_TURN", 3)
+    judged: list[str] = []
+    real = drift_watch.ProbeReport.of
+
+    def of(sites: dict[str, Any], **options: Any) -> Any:
+        judged.extend(sites)
+        return real(sites, **options)
+
+    model = model_of()
+    with lokakern.Probe(model, every=1) as probe:
+        model(batch(0)).float().square().mean().backward()
+    report = probe.report(seeds=(0,))
+    monkeypatch.setattr(drift_watch.ProbeReport, "of", of)
+    handle = lokakern.convert(model, kernels="row")
+    with handle.watch(report, every=EVERY) as watch:
+        training = Training(model, watch)
+        assert not training.run(9 * EVERY + 1)
+        assert judged == ["0", "2", "0"]
+        with torch.no_grad():  # of mean 4, and sums without it
+            model[0].weight -= model[0].weight.mean(dim=1, keepdim=True)
+        monkeypatch.setattr(drift_watch.Usual, "see", lambda *_, **__: "")
+        training.shift = 4.0
+        events = training.run(6 * EVERY)
+    assert swaps(events)["0/output"] == TO_BF16
+    assert {e.action for e in events} == {TO_BF16}
 
 
 def test_operands_that_are_unsafe_from_the_first_window_on_run_in_bfloat16() -> None:
