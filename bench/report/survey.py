@@ -260,8 +260,7 @@ def _us(value: float) -> float:
 
 
 def _baseline_times(table: LooseTable, problems: Iterable[Problem]) -> dict[Problem, float]:
-    base = next((c for c in table.candidates if c.name == table.baseline), None)
-    times = {p: table.plain_at(p.m) for p in problems if base is not None and p.m in base.times}
+    times = {p: table.plain_at(p.m) for p in problems if table.has_baseline_at(p.m)}
     return {p: time.latency_us for p, time in times.items() if time is not None}
 
 
