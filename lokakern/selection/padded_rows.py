@@ -70,7 +70,7 @@ def with_padded_rows(
             copied = bytes_copied(here) / rates[m] if m in rates else 0.0
             times[m] = replace(time[0], latency_us=time[0].latency_us + copied)
     if not times:
-        return found, words
+        return [c for c in found if c is not own], words
     how = f"of {at_wide.name} at {words}"
     if any(m in rates for m in times):
         how += ", and of copies at the rate of a quantizer"

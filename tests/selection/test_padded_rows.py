@@ -92,6 +92,9 @@ def test_a_measured_time_replaces_the_estimate(book: Book) -> None:
     # A compiler pads for less, and for how much less is unknown without the padded sizes.
     compiled = ask(regime=COMPILED)
     assert compiled.kernel == BF16 and "was not measured" in compiled.rejected[FP8]
+    book.write(wide(12.0, m=2048))  # at another m
+    compiled = ask(regime=COMPILED)
+    assert compiled.kernel == BF16 and "was not measured" in compiled.rejected[FP8]
     book.write(wide(12.0))
     assert ask().latency_us == 14.0
     assert ask(regime=COMPILED).latency_us == 12.0
