@@ -146,7 +146,8 @@ for name, command in {
     "contribute": contribute, "merge": merge, "diff": diff, "describe": describe,
     "explore": explore, "list": list_, "new-kernel": new_kernel,
 }.items():  # fmt: skip
-    app.command(name, epilog=examples_of(name))(command)
+    settings = {"allow_extra_args": name == "verify"}  # which tells what to do with a file
+    app.command(name, epilog=examples_of(name), context_settings=settings)(command)
 
 
 def main(name: str = "python -m lokakern.bench") -> None:
