@@ -89,6 +89,8 @@ def check_header(path: Path, name: str) -> int:
         ) from error
     if len(header) < 100 or not header.startswith(_MAGIC):
         found = f"starts with {header[:16]!r}" if header else "is empty"
+        if header and (header.startswith(_MAGIC) or _MAGIC.startswith(header)):
+            found = f"is cut off after {len(header)} bytes"
         raise DatabaseError(f"database {name} {found}; expected a SQLite file; {REMAKE}")
     application = int.from_bytes(header[68:72], "big")
     if application != APPLICATION_ID:

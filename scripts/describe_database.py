@@ -17,6 +17,7 @@ from lokakern.registry.schema.row_keys import FACT_IDENTITY
 from lokakern.registry.schema.tables import COLUMNS, TABLES, unit_of
 from lokakern.registry.schema.value_rules import constraints_of, rules_of
 from lokakern.registry.sqlite_file import FACTS, SCHEMA_VERSION, VERSIONS
+from lokakern.selection.ties import TOGETHER
 
 _JSON_TYPES = {int: "integer", dict: "object", list: "list"}
 PLACE = Path(__file__).resolve().parent.parent / "registry" / "README.md"
@@ -45,8 +46,11 @@ def text() -> str:
         "A gain of a kernel is over the fastest of torch.bf16 and torch.bf16_padded at the same "
         "problem, device and regime. Where rows are not aligned (n or k is no multiple of 8) and "
         "torch.bf16_padded has no time, the file has no baseline: torch.bf16 takes up to 5 times "
-        "as long there. The query `fastest` of `explore` (`bench/explorer/queries.py`) computes "
-        "gains so; errors count for dispatch from three seeds on.",
+        f"as long there. Where the weight is prepared, a kernel with `{TOGETHER}` in its name does "
+        "not count: it was timed there, but launches what the one with `quantize` in its place "
+        "does, and dispatch refuses it. The query `fastest` of `explore` "
+        "(`bench/explorer/queries.py`) computes gains so; errors count for dispatch from three "
+        "seeds on.",
         "## Manifest",
         f"`export FILE` writes `FILE{ENDING}` beside it, an object of JSON with these fields and "
         "no others. Commands that read the files of others refuse FILE if its manifest says "

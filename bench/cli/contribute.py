@@ -22,6 +22,7 @@ FEWEST_VERIFY_S = 60.0
 
 @says_errors
 def contribute(
+    context: typer.Context,
     out: Annotated[
         Path | None,
         typer.Option(help="File to write. Default: the GPU type, such as nvidia-b200.sqlite."),
@@ -70,7 +71,10 @@ def contribute(
         export(rows, sent, device)
         import_file(sent, received)
         left_s = max(time_limit - (time.monotonic() - begun), FEWEST_VERIFY_S)
-        if _code_of(verify, db=str(received), time_limit=left_s, quiet=quiet) is ExitCode.WORSE:
+        verified = _code_of(
+            verify, context=context, db=str(received), time_limit=left_s, quiet=quiet
+        )
+        if verified is ExitCode.WORSE:
             say(f"measurements did not repeat, so that no file is written: measure again with "
                 f"`sweep --suite {suite} --fresh{f' --db {db}' if db else ''}` when nothing else "
                 "uses the GPU")  # fmt: skip

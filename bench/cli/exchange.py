@@ -160,8 +160,8 @@ def diff(
 
     Errors are compared at the seeds that both have; where one has all rows of the other, as a
     merged file has, nothing changed. The first line counts the rows and runs that both files have,
-    and those of them that differ. The exit code is 6 if anything is slower, less
-    accurate or fails in B, else 0.
+    and those of them that differ. The exit code is 7 if any of these differs, as in an edited or
+    damaged copy, else 6 if anything is slower, less accurate or fails in B, else 0.
     """
     from lokakern.bench.compare.diff import (
         WORSE,
@@ -169,7 +169,7 @@ def diff(
         counts_of,
         differences,
         rows_of,
-        shared_words,
+        shared_by,
     )
     from lokakern.registry.sharing.import_file import read_foreign
     from lokakern.registry.snapshot.snapshot import Snapshot
@@ -198,8 +198,9 @@ def diff(
         for rows, name in ((first, from_device or device), (second, to_device or device))
     ]
     one, other = Side(first, kinds[0], until_ms=until), Side(second, kinds[1], since)
-    if b is not None:
-        say(shared_words(first, second))
+    shared = None if b is None else shared_by(first, second)
+    if shared is not None:
+        say(str(shared))
     found = differences(one, other, limit=limit.value)
     shown = [d for d in found if everything or d.verdict != "same"]
     if how is not OutputFormat.TABLE:
@@ -216,6 +217,8 @@ def diff(
             say(f"{count} cell{'s' * (count > 1)} of {what}: {_words(counts)}")
     if not found:
         say("no cells: neither has times or errors")
+    if shared is not None and shared.differing:
+        raise typer.Exit(ExitCode.EDITED)
     if any(d.verdict in WORSE for d in found):
         raise typer.Exit(ExitCode.WORSE)
 

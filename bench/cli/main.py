@@ -5,6 +5,8 @@ Commands write data to stdout, and progress and errors to stderr. Exit codes: `o
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from enum import StrEnum
 from typing import Annotated
 
@@ -139,6 +141,12 @@ def list_(
         raise typer.Exit(ExitCode.NOT_OK)
 
 
+def _help_of(command: Callable[..., None]) -> str:
+    """The docstring with a line for each paragraph: help breaks lines by the terminal's width."""
+    paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+
+
 for name, command in {
     "sweep": sweep, "fit": fit, "host": host, "explain": explain, "chain": chain, "model": model,
     "tune": tune,
@@ -146,7 +154,10 @@ for name, command in {
     "contribute": contribute, "merge": merge, "diff": diff, "describe": describe,
     "explore": explore, "list": list_, "new-kernel": new_kernel,
 }.items():  # fmt: skip
-    app.command(name, epilog=examples_of(name))(command)
+    settings = {"allow_extra_args": name == "verify"}  # which tells what to do with a file
+    app.command(name, help=_help_of(command), epilog=examples_of(name), context_settings=settings)(
+        command
+    )
 
 
 def main(name: str = "python -m lokakern.bench") -> None:

@@ -33,7 +33,7 @@ class ExitCode(IntEnum):
     """Exit codes of all commands.
 
     0 to 2 say whether the command did its work: it did, it could not, or the command line is wrong.
-    3 to 6 say that it did, and what it found.
+    3 to 7 say that it did, and what it found.
     """
 
     DONE = 0
@@ -43,6 +43,7 @@ class ExitCode(IntEnum):
     SLOWER = 4
     NOT_OK = 5
     WORSE = 6
+    EDITED = 7
     INTERRUPTED = 130  # the convention of shells
 
 
@@ -50,7 +51,8 @@ EXIT_CODES = (
     "Exit codes: 0 done, 1 failed, 2 wrong usage, which includes names that nothing has; done, but "
     "3 not all before --time-limit (run again to resume), 4 slower than --fail-under allows (or "
     "beyond noise with --held-out), 5 some kernels or cells failed, 6 slower or less accurate "
-    "(diff) or a file rejected (verify, contribute); 130 interrupted."
+    "(diff) or a file rejected (verify, contribute), 7 rows that both files have differ (diff); "
+    "130 interrupted."
 )
 
 

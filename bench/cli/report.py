@@ -80,7 +80,7 @@ def _of_device(
                 f"errors: {survey.totals['errors']}")  # fmt: skip
     if out is None and png is None:
         columns = ["op", "form", "m", "n", "k", "kernel", "us", "plain_us", "speedup", "row_err",
-                   "undecided", "note"]  # fmt: skip
+                   "answer", "undecided", "note"]  # fmt: skip
         rows = [row for row in survey.choices if row["budget"] == f"{budget:g}"]
         print_rows([{name: row[name] for name in columns} for row in rows], how)
         say(f"times by file: {survey.totals['times by file']}")

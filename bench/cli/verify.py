@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 @says_errors
 def verify(
+    context: typer.Context,
     db: Annotated[
         str | None, typer.Option("--db", help="Database with imports. Default: yours.")
     ] = None,
@@ -50,7 +51,7 @@ def verify(
     """
     from lokakern.bench.exchange.verify import Verdict
     from lokakern.bench.exchange.verify import verify as measure_again
-    from lokakern.registry.quarantine import quarantined_files
+    from lokakern.registry.quarantine import imports_folder, quarantined_files
     from lokakern.registry.sharing.quarantine import reject, settle, trusted_rows
     from lokakern.registry.snapshot.loading import load_snapshot
     from lokakern.registry.storage.paths import user_database
@@ -59,10 +60,18 @@ def verify(
     from lokakern.selection import dispatcher
     from lokakern.sweep.plan import harness_digest
 
+    first = "import it first: python -m lokakern.bench import"
+    for given in context.args:  # which other commands refuse without a remedy
+        words = f"verify repeats rows of imported files: {first} {given}"
+        raise typer.BadParameter(words, param_hint=repr(given))
     found = options.file_of(db, "--db") if db else user_database()
     files = quarantined_files(found)
     if not files:
-        say(f"{found}: no quarantined imports")
+        words = f"{found}: no quarantined imports, so that nothing was verified"
+        is_imported_into = imports_folder(found).exists()
+        if db is not None and not is_imported_into:  # perhaps the file is meant to be verified
+            raise DatabaseError(f"{words}; to verify a file, {first} {found}")
+        say(words)
         return
     if seed is None:
         seed = secrets.randbits(32)

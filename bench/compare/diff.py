@@ -216,19 +216,54 @@ def _time(rows: list[dict[str, Any]], digest: str, of_cell: frozenset[tuple[Any,
     )
 
 
-def shared_words(a: Rows, b: Rows) -> str:
-    """Of two databases: the measurements and runs of equal keys, and whether their rows differ."""
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What two databases have in common.
+
+    Attributes:
+        runs: Number of runs of both.
+        rows: Number of measurements of equal keys.
+        differing: How many of these have other values: one of them was edited or damaged.
+        only: Numbers of measurements that only the first and only the second have.
+        of_shared_runs: Whether any of these is of a run of both, so that rows were left out.
+        of_other_runs: Whether any of these is of another run.
+    """
+
+    runs: int
+    rows: int
+    differing: int
+    only: tuple[int, int]
+    of_shared_runs: bool
+    of_other_runs: bool
+
+    def __str__(self) -> str:
+        how = f", {self.differing or 'none'} of them different" if self.rows else ""
+        words = (f"A and B share {self.runs} runs and {self.rows} rows{how}; "
+                 f"only in A: {self.only[0]} rows, only in B: {self.only[1]}")  # fmt: skip
+        if self.differing:
+            words += "\na row never changes: one of the files was edited or damaged"
+        if not all(self.only):
+            return words
+        if not self.of_other_runs:
+            why = "of the runs of both, each file has a part"
+        else:
+            why = "of other runs" + ", and of parts of the same ones" * self.of_shared_runs
+        return f"{words}\ncells compare these other rows, too, which vary without an edit: {why}"
+
+
+def shared_by(a: Rows, b: Rows) -> Shared:
+    """Compare the keys of two databases, and the rows of equal ones."""
     runs = {row[0] for row in a["run"]} & {row[0] for row in b["run"]}
     one, other = ({row[0]: row for name in FACTS for row in rows[name]} for rows in (a, b))
     both = one.keys() & other.keys()
-    differ = sum(one[key] != other[key] for key in both)
-    how = f", {differ or 'none'} of them different" if both else ""
-    only_a, only_b = len(one) - len(both), len(other) - len(both)
-    words = (f"A and B share {len(runs)} runs and {len(both)} rows{how}; "
-             f"only in A: {only_a} rows, only in B: {only_b}")  # fmt: skip
-    if only_a and only_b:
-        words += "\ncells compare rows of these other runs, too, which vary without an edit"
-    return words
+    is_shared = {
+        row[COLUMNS[name].index("run")] in runs
+        for rows in (a, b) for name in FACTS for row in rows[name] if row[0] not in both
+    }  # fmt: skip
+    return Shared(
+        len(runs), len(both), sum(one[key] != other[key] for key in both),
+        (len(one) - len(both), len(other) - len(both)), True in is_shared, False in is_shared,
+    )  # fmt: skip
 
 
 def counts_of(found: Iterable[Difference]) -> dict[str, int]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lokakern.bench.report.coverage import COUNTED
+from lokakern.bench.report.survey import ESTIMATED, INTERPOLATED, PREDICTED, UNDECIDED
 from lokakern.errors import DatabaseError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -35,8 +36,6 @@ TITLES = {
     "coverage": "Problems of which every kernel was timed",
     "freshness": "Rows that are as new as their kernels",
 }
-# Answers: of the time model; an unquantized kernel, as errors of a faster one are not all measured.
-PREDICTED, UNDECIDED = "predicted", "undecided"  # the others are "measured" and "none"
 NEVER = "never measured"
 COVERED = ("covered", "partly", "not timed")  # by all kernels that support a problem, some, none
 # Tints behind letters and numbers have a contrast of at least 4.5 to the text on them; `ordinal`
@@ -190,12 +189,12 @@ def _kernels(title: str) -> Spec:
     return {
         "title": {"text": title, "fontSize": 12, "fontWeight": 500},
         "transform": [
-            {"calculate": f"datum.answer === '{PREDICTED}' ? 1 : 0", "as": "is_predicted"},
+            {"calculate": f"{_IS_HATCHED} ? 1 : 0", "as": "is_hatched"},
             {"aggregate": [{"op": "count", "as": "all"},
-                           {"op": "sum", "field": "is_predicted", "as": "predicted"}],
+                           {"op": "sum", "field": "is_hatched", "as": "hatched"}],
              "groupby": ["key", "hue"]},
-            {"calculate": "datum.all - datum.predicted", "as": "count"},
-            {"calculate": "datum.count + (datum.predicted ? ' + ' + datum.predicted : '')",
+            {"calculate": "datum.all - datum.hatched", "as": "count"},
+            {"calculate": "datum.count + (datum.hatched ? ' + ' + datum.hatched : '')",
              "as": "words"},
         ],
         "width": 120,
@@ -204,7 +203,7 @@ def _kernels(title: str) -> Spec:
             # Long labels are on the right: on the left they would move all pictures.
             "y": _channel("key", "nominal", axis={"grid": False, "orient": "right"}),
             "x": _channel("count", axis=None, scale={"range": [0, 60]}),
-            "tooltip": _hints("key", "count", "predicted"),
+            "tooltip": _hints("key", "count", "hatched"),
         },
         "layer": [
             {"mark": "bar", "encoding": {"color": _HUE}},
@@ -218,6 +217,8 @@ def _kernels(title: str) -> Spec:
 
 CELL = 33  # widest column of a map, in pixels; a page makes them narrower where it is
 _STATES = ("measured", "predicted by the time model", NEVER)  # of cells
+_INEXACT = "interpolated, estimated or predicted"  # the second, where there are such cells
+_IS_HATCHED = f"indexof({[PREDICTED, INTERPOLATED, ESTIMATED]}, datum.answer) >= 0"
 _UNDECIDED = "FP8 is faster, its error is not measured"  # the fourth, where there are such cells
 _OUTLINE: Spec = {"type": "rect", "fillOpacity": 0, "strokeOpacity": 0.35, "strokeDash": [2, 3]}
 _HATCH: Spec = {"type": "rect", "style": "hatch"}
@@ -227,19 +228,20 @@ _RISING: Spec = {"type": "rect", "style": "undecided"}
 def _map(op: Row, name: str, color: Spec, text: Spec) -> Spec:
     """A cell for each pair of sizes.
 
-    It is hatched if it is predicted, the other way if undecided, an outline if nothing is known.
+    It is hatched if it was not measured, the other way if undecided, an outline if nothing is
+    known. Without a value for its color it has none.
     """
     x, y = op["axes"]
     known = [{"filter": "isValid(datum.kernel)"}]
-    predicted, undecided = (
-        [{"filter": f"datum.answer === '{answer}'"}] for answer in (PREDICTED, UNDECIDED)
-    )
+    colored = [*known, {"filter": f"isValid(datum.{color['field']})"}]
+    hatched = [{"filter": _IS_HATCHED}]
+    undecided = [{"filter": f"datum.answer === '{UNDECIDED}'"}]
     layer: list[Spec] = [
         {"mark": _OUTLINE},
-        {"mark": "rect", "encoding": {"color": color}, "transform": known},
-        {"mark": _HATCH, "transform": predicted},
+        {"mark": "rect", "encoding": {"color": color}, "transform": colored},
+        {"mark": _HATCH, "transform": hatched},
         *([{"mark": _RISING, "transform": undecided}] if op["undecided"] else []),
-        text | {"transform": known},
+        text | {"transform": [*known, *text.get("transform", ())]},
     ]
     transform = [
         {"impute": "kernel", "key": x, "groupby": [y], "value": None},
@@ -256,7 +258,9 @@ def _map(op: Row, name: str, color: Spec, text: Spec) -> Spec:
     }  # fmt: skip
     size = {"name": f"{name}_map", "width": {"step": CELL}, "height": {"step": 21}}
     cells = size | {"encoding": encoding, "layer": layer, "transform": transform}
-    states = (*_STATES, *([_UNDECIDED] if op["undecided"] else []))
+    measured, predicted, never = _STATES
+    states = [measured, _INEXACT if op["inexact"] else predicted, never]
+    states += [_UNDECIDED] if op["undecided"] else []
     return {"vconcat": [cells, _states(states)], "resolve": _INDEPENDENT}
 
 
@@ -286,7 +290,8 @@ def _states(states: Sequence[str]) -> Spec:
 
 def _winners(op: Row) -> Spec:
     found = _map(op, "winners", _HUE, _LETTER)
-    kernels = _kernels("Kernels, and shapes: measured + predicted")
+    others = "hatched" if op["inexact"] else PREDICTED
+    kernels = _kernels(f"Kernels, and shapes: measured + {others}")
     return found | {"vconcat": [*found["vconcat"], kernels]}
 
 
@@ -297,8 +302,11 @@ def _gains(op: Row) -> Spec:
     color = _channel(
         field, title=GAINS[field], scale=scale, legend={"orient": "top", "gradientLength": 180}
     )
-    number = {"mark": {"type": "text"},
-              "encoding": {"text": {"field": field, "format": ".2f"}}}  # fmt: skip
+    # "-", as in tables, where no gain is known.
+    words = {"calculate": f"isValid(datum.{field}) ? format(datum.{field}, '.2f') : '-'",
+             "as": "words"}  # fmt: skip
+    number = {"mark": {"type": "text"}, "encoding": {"text": {"field": "words"}},
+              "transform": [words]}  # fmt: skip
     return _map(op, "gains", color, number)
 
 
@@ -509,13 +517,8 @@ def tables_of(survey: Survey, op: Row) -> dict[str, list[Row]]:
         [row for row in rows if row["op"] == op["op"]]
         for rows in (survey.choices, survey.predicted, survey.times, survey.errors)
     )
-    answers = [row | {"answer": _answer(row)} for row in by_answer(choices)]
-    answers += [row | {"answer": PREDICTED} for row in by_answer(predicted)]
+    answers = [*by_answer(choices), *by_answer(predicted)]
     return {"choices": answers, "times": times, "errors": errors}
-
-
-def _answer(row: Row) -> str:
-    return "none" if not row["answered"] else UNDECIDED if row["undecided"] else "measured"
 
 
 def op_pictures(survey: Survey, op: Row) -> tuple[Spec, dict[str, Spec]]:

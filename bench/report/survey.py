@@ -44,6 +44,10 @@ BUDGETS = (0.03, 0.045, 0.06, 0.08, 0.12)
 USUAL_BUDGET = 0.06
 NO_BUDGET = "none"  # not an `ErrorBudget`: the unquantized kernel where an op has one
 UNQUANTIZED = "unquantized"  # instead of a language
+# Answers: of a time at this m; of times at the m around; of padded sizes; of the time model; of an
+# unquantized kernel, as errors of a faster one are not all measured; none within the budget.
+MEASURED, INTERPOLATED, ESTIMATED = "measured", "interpolated", "estimated"
+PREDICTED, UNDECIDED, NO_ANSWER = "predicted", "undecided", "none"
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
@@ -58,10 +62,12 @@ class Survey:
         totals: `lokakern.bench.report.coverage.Holdings.totals`, as `list device` prints them.
         budgets: Budgets on the row error, as words.
         ops: For each op: number of problems, initial selection of its pictures, whether a choice is
-            `undecided`, and `gain`: "speedup" if there is an unquantized baseline, else "light".
+            `undecided` or has no time at its m (`inexact`), and `gain`: "speedup" if there is an
+            unquantized baseline, else "light".
         choices: For each problem and budget: the kernel, its time, the least possible time, the
-            baseline's time, why there is no better answer (`note`), and the quantizing kernel that
-            may be one, as its error is unknown (`undecided`).
+            baseline's time, what the time is (`answer`), why there is no better answer or no gain
+            (`note`), and the quantizing kernel that may be one, as its error is unknown
+            (`undecided`).
         predicted: The same by the time model, where nothing was measured, see `_gaps`.
         times: For each problem and kernel: time (the median over rows), worst row error, and
             whether it is on the Pareto front of both (`front`).
@@ -136,7 +142,10 @@ def survey_of(
             row["plain_us"] = _plain_us(problem, plain)
             for word, asked in within.items():
                 pick = asked.pick(problem.m)
-                choices.append(_choice(row, word, pick, asked.undecided(problem.m, pick)))
+                found = _choice(row, word, pick, asked.undecided(problem.m, pick))
+                if found["us"] is not None and found["plain_us"] is None:
+                    found["note"] = _joined(found["note"], _why_no_gain(problem, table.baseline))
+                choices.append(found)
     measured = [problem for found in groups.values() for problem in found]
     predicted = _predicted(measured, device, regime, limits, plain, progress)
     letters = _letters(choices, times)
@@ -239,6 +248,7 @@ def _prediction(
         "light": _short(place["least_us"] / us),
         "row_err": _short(error),
         "answered": True,
+        "answer": PREDICTED,
         "undecided": "",
         "note": f"predicted, not measured: {found}",
     }
@@ -260,8 +270,7 @@ def _us(value: float) -> float:
 
 
 def _baseline_times(table: LooseTable, problems: Iterable[Problem]) -> dict[Problem, float]:
-    base = next((c for c in table.candidates if c.name == table.baseline), None)
-    times = {p: table.plain_at(p.m) for p in problems if base is not None and p.m in base.times}
+    times = {p: table.plain_at(p.m) for p in problems if table.has_baseline_at(p.m)}
     return {p: time.latency_us for p, time in times.items() if time is not None}
 
 
@@ -300,9 +309,9 @@ def _choice(place: Row, budget: str, pick: Pick, undecided: Undecided | None) ->
     plain, least = place["plain_us"], place["least_us"]
     note = pick.note or (f"tied with {', '.join(pick.tied)}" if pick.tied else "")
     if pick.time is not None and pick.time.freshness == "stale":
-        note += "; a stale time" if note else "a stale time"
+        note = _joined(note, "a stale time")
     if undecided is not None:
-        note += f"; undecided: {undecided}" if note else f"undecided: {undecided}"
+        note = _joined(note, f"undecided: {undecided}")
     error = pick.candidate.errors.get("row_err") if pick.candidate else None
     return place | {
         "budget": budget,
@@ -312,9 +321,32 @@ def _choice(place: Row, budget: str, pick: Pick, undecided: Undecided | None) ->
         "light": _short(us and least / us),
         "row_err": _short(error),
         "answered": not pick.is_miss,
+        "answer": NO_ANSWER if pick.is_miss else UNDECIDED if undecided else _kind_of(pick),
         "undecided": undecided.name if undecided else "",
         "note": note,
     }
+
+
+def _joined(*words: str) -> str:
+    return "; ".join(filter(None, words))
+
+
+def _kind_of(pick: Pick) -> str:
+    """What the time of a choice is, as `explain` says."""
+    if pick.candidate is not None and pick.candidate.estimated:
+        return ESTIMATED
+    return INTERPOLATED if pick.interpolated else MEASURED
+
+
+def _why_no_gain(problem: Problem, baseline: str | None) -> str:
+    """Why a problem has no time of an unquantized kernel; "" for ops without one."""
+    if baseline is not None:
+        return f"no gain is known: {baseline} was not timed at m={problem.m}"
+    if problem.b is None:
+        return ""
+    if problem.accumulate:
+        return "no gain: sums into float32 have no counterpart in bfloat16"
+    return "no gain is known: the product of bfloat16 operands was not timed"
 
 
 def _short(value: float | None) -> float | None:
@@ -393,6 +425,7 @@ def _ops(choices: Sequence[Row], times: Sequence[Row]) -> list[Row]:
                 "budget": usual if enough else NO_BUDGET,
                 "shape": list(at),
                 "undecided": any(r["undecided"] for r in here),
+                "inexact": any(r["answer"] in (INTERPOLATED, ESTIMATED) for r in here),
             }
         )
     return rows

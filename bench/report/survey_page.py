@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lokakern.bench.report import charts
-from lokakern.bench.report.survey import USUAL_BUDGET
+from lokakern.bench.report.survey import PREDICTED, USUAL_BUDGET
 from lokakern.registry.register import KERNELS
 from lokakern.render.html import hash_of, json_of, rendered, script_of
 from lokakern.types import Granularity
@@ -57,6 +57,7 @@ def page_of(survey: Survey) -> str:
         {"words": _words, "label": _label},
         survey=survey,
         has_undecided=any(op["undecided"] for op in survey.ops),
+        has_inexact=any(op["inexact"] for op in survey.ops),
         undecided=survey.undecided_words(f"{USUAL_BUDGET:g}"),
         largest=largest,
         line=charts.LINE,
@@ -101,7 +102,7 @@ def _tables(survey: Survey, op: Row, timed: int) -> list[dict[str, Any]]:
     choices = [row for row in survey.choices if row["op"] == op["op"]]
     answers = sorted(
         found["choices"],
-        key=lambda row: (row["answer"] == charts.PREDICTED, -(row[gain] or 0)),
+        key=lambda row: (row["answer"] == PREDICTED, -(row[gain] or 0)),
     )
     return [
         _table("by_budget", "Choices of dispatch by budget", _by_budget(choices, op),

@@ -54,7 +54,8 @@ def with_padded_rows(
     words += f"n={wide.n} k={wide.k}"
     base = next((c for c in found if c.name == baseline_name(problem)), None)
     own = next((c for c in found if c.name == PADDED), None)
-    if base is None or (own is not None and not is_compiled):
+    like = base or own
+    if like is None or (own is not None and not is_compiled):
         return found, words
     at_wide = _measured(wide, evidence, timed, problem.k)
     if at_wide is None:
@@ -69,12 +70,12 @@ def with_padded_rows(
             copied = bytes_copied(here) / rates[m] if m in rates else 0.0
             times[m] = replace(time[0], latency_us=time[0].latency_us + copied)
     if not times:
-        return found, words
+        return [c for c in found if c is not own], words
     how = f"of {at_wide.name} at {words}"
     if any(m in rates for m in times):
         how += ", and of copies at the rate of a quantizer"
     estimate = replace(
-        base, name=PADDED, kernel=KERNELS[PADDED], times=times, failed={}, estimated=how,
+        like, name=PADDED, kernel=KERNELS[PADDED], times=times, failed={}, estimated=how,
         failed_here=frozenset(), has_unverified=at_wide.has_unverified, set_aside=(),
     )  # fmt: skip
     return [c for c in found if c is not own] + [estimate], words

@@ -229,7 +229,7 @@ class Table:
         timed: list[Timed] = []
         for x in rivals:
             may_win = not timed or may_tie(x.time.latency_us, timed[0].time.latency_us)
-            is_asked = may_win or x.candidate.name == self.baseline
+            is_asked = may_win or self._is_baseline(x.candidate)
             if is_asked and self._refusal(x.candidate, problem) is None:
                 timed.append(x)
         if not self._has_baseline(timed):
@@ -266,6 +266,8 @@ class Table:
             elif found is not None:
                 timed.append(Timed(candidate, *found))
         if not self._has_baseline(timed):
+            words = f"but {self.baseline}, to compare it with, has no time that counts at m={m}"
+            rejected += [(x.candidate.name, f"{_us_words(x.time)}, {words}") for x in timed]
             return tuple(rejected)
         if self.lacks_padded(m):
             reason = (
@@ -298,7 +300,15 @@ class Table:
 
     def _has_baseline(self, timed: Sequence[Timed]) -> bool:
         """Whether the unquantized kernel has a time, if the op has one."""
-        return self.baseline is None or any(c.name == self.baseline for c, _, _ in timed)
+        return self.baseline is None or any(self._is_baseline(c) for c, _, _ in timed)
+
+    def _is_baseline(self, candidate: Candidate) -> bool:
+        """Whether others are compared with it: bf16, and with padded rows where they need that."""
+        return candidate.name == self.baseline or (bool(self.padded) and candidate.name == PADDED)
+
+    def has_baseline_at(self, m: int) -> bool:
+        """Whether a kernel with which others are compared was timed at m, not interpolated."""
+        return any(self._is_baseline(c) and m in c.times for c in self.candidates)
 
     def _predicted(
         self, m: int, problem: Problem, why_missed: Callable[[], str], base: Candidate | None
@@ -445,8 +455,9 @@ class Table:
         return [(timed[0], c.name) for c, timed in found if timed is not None]
 
     def _is_behind(self, time: Time, m: int) -> bool:
-        """Whether an unquantized kernel is faster, so that the error does not matter."""
-        plain = self.plain_at(m)
+        """Whether an unquantized choice is faster, so that the error does not matter."""
+        bases = (c.time_at(m) for c in self.candidates if self._is_baseline(c))
+        plain = self.plain_at(m) if any(bases) else None
         return plain is not None and time.latency_us > plain.latency_us
 
     def _default(self, m: int, problem: Problem, rejected: Callable[[], Rejections]) -> Pick:

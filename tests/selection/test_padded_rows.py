@@ -92,9 +92,48 @@ def test_a_measured_time_replaces_the_estimate(book: Book) -> None:
     # A compiler pads for less, and for how much less is unknown without the padded sizes.
     compiled = ask(regime=COMPILED)
     assert compiled.kernel == BF16 and "was not measured" in compiled.rejected[FP8]
+    book.write(wide(12.0, m=2048))  # at another m
+    compiled = ask(regime=COMPILED)
+    assert compiled.kernel == BF16 and "was not measured" in compiled.rejected[FP8]
     book.write(wide(12.0))
     assert ask().latency_us == 14.0
     assert ask(regime=COMPILED).latency_us == 12.0
+
+
+def test_padded_rows_stand_in_for_unaligned_ones_that_were_not_timed(book: Book) -> None:
+    """As in a file that lost rows: at M only FP8 and padded rows have times."""
+    here, small = make_problem("gemm", (M, N, K)), make_problem("gemm", (2048, N, K))
+    book.write(time(PADDED, here, 14.0), time(FP8, here, 10.0), time(BF16, small, 30.0))
+    choice = ask()
+    assert (choice.kernel, choice.latency_us, choice.is_miss) == (PADDED, 14.0, False)
+    assert choice.undecided is not None and choice.undecided.name == FP8
+    assert choice.rejected[BF16].startswith(f"not measured at m={M}")
+    book.write(accuracy(FP8, here, 0.04))
+    assert (ask().kernel, ask().rejected[PADDED]) == (FP8, "slower: 14.00 us")
+    assert ask(m=2048).is_miss is False and ask(m=2048).kernel == BF16
+    # The time that a compiler saves is unknown without the padded sizes.
+    assert ask(regime=COMPILED).is_miss
+    book.write(wide(12.0))
+    assert ask(regime=COMPILED).kernel == FP8
+
+
+def test_padded_rows_alone_are_an_answer_of_eager_code_only(book: Book) -> None:
+    here = make_problem("gemm", (M, N, K))
+    book.write(time(PADDED, here, 14.0), time(FP8, here, 15.0), accuracy(FP8, here, 0.04))
+    assert (ask().kernel, ask().rejected[FP8]) == (PADDED, "slower: 15.00 us")
+    assert ask(regime=COMPILED).is_miss
+    book.write(wide(12.0))
+    compiled = ask(regime=COMPILED)
+    assert (compiled.kernel, compiled.latency_us) == (PADDED, 12.0)
+
+
+def test_a_kernel_without_anything_to_compare_with_is_listed(book: Book) -> None:
+    here = make_problem("gemm", (M, N, WIDE))
+    book.write(time(FP8, here, 10.0), accuracy(FP8, here, 0.04))
+    choice = ask(k=WIDE)
+    assert choice.is_miss and choice.kernel == BF16
+    words = f"10.00 us, but {BF16}, to compare it with, has no time that counts at m={M}"
+    assert choice.rejected[FP8] == words
 
 
 def test_fp8_that_beats_padded_rows_is_chosen(book: Book) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import inspect
 import io
 import json
 import os
@@ -962,6 +963,13 @@ def test_the_database_of_merge_and_import_may_be_an_option(
     ran = command("import", str(merged), "--db", str(own), "--trust")
     assert ran.code == 0, ran.err
     assert count(own, "timing") == count(measured, "timing")
+
+
+def test_help_breaks_no_line_within_a_paragraph() -> None:
+    """Docstrings do, at 100 columns; a terminal of 80 would break each line again."""
+    for command in app.registered_commands:
+        text = command.help or inspect.getdoc(command.callback) or ""
+        assert text and not [part for part in text.split("\n\n") if "\n" in part], command.name
 
 
 def test_help_is_no_error(command: Command) -> None:

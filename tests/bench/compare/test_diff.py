@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lokakern.bench.cli.main import app
-from lokakern.bench.compare.diff import VERDICTS, Side, counts_of, differences
+from lokakern.bench.compare.diff import VERDICTS, Side, counts_of, differences, shared_by
 from lokakern.registry.schema import row_keys
 from lokakern.registry.schema.tables import COLUMNS, TABLES
 from lokakern.registry.sqlite_file import DIMENSIONS, FACTS
@@ -37,8 +37,11 @@ NOW = 1_700_000_000_000
 DAY = 24 * 3600 * 1000
 
 
-def rows(*facts: dict[str, Any]) -> Rows:
-    """A database of times (`us`) and errors (`err`), with defaults for other columns."""
+def rows(*facts: dict[str, Any], first_run: int = 0) -> Rows:
+    """A database of times (`us`) and errors (`err`), with defaults for other columns.
+
+    Each is of a run of its own. Those of another ``first_run`` are other measurements.
+    """
     from dataclasses import asdict, replace
 
     found: dict[str, dict[str, dict[str, Any]]] = {name: {} for name in TABLES}
@@ -47,7 +50,7 @@ def rows(*facts: dict[str, Any]) -> Rows:
         found[name][row["key"]] = row
         return str(row["key"])
 
-    for number, fact in enumerate(facts):
+    for number, fact in enumerate(facts, first_run):
         run = {"key": f"{number:032x}", "started_utc_ms": NOW, "suite": "s", "command": "c",
                "harness_digest": "h", "grade": fact.get("grade", "full")}  # fmt: skip
         kernel = replace(KERNEL, name=fact.get("kernel", "k"), digest=fact.get("digest", "d" * 64))
@@ -109,7 +112,7 @@ def test_verdict_of_a_cell(before: dict[str, Any], after: dict[str, Any], verdic
 
 
 def test_infinite_errors_are_valid_json(diff: Callable[..., Ran]) -> None:
-    code, out, _ = diff(rows({"err": 0.04}), rows({"err": math.inf}), "--json")
+    code, out, _ = diff(rows({"err": 0.04}), rows({"err": math.inf}, first_run=1), "--json")
     (row,) = json.loads(out, parse_constant=pytest.fail)
     assert code == 6 and (row["verdict"], row["b_over_a"], row["b"]) == (
         "less accurate",
@@ -179,7 +182,8 @@ def test_rows_that_one_side_lacks_change_no_cell(diff: Callable[..., Ran]) -> No
     code, _, err = diff(parts[0], parts[2])
     assert code == 6 and err.startswith(
         "A and B share 6 runs and 0 rows; only in A: 2 rows, only in B: 4\n"
-        "cells compare rows of these other runs, too, which vary without an edit\n"
+        "cells compare these other rows, too, which vary without an edit: of the runs of both, "
+        "each file has a part\n"
     )
     code, _, err = diff(parts[1], whole)
     assert code == 0 and err.startswith(
@@ -187,16 +191,34 @@ def test_rows_that_one_side_lacks_change_no_cell(diff: Callable[..., Ran]) -> No
     )
 
 
-def test_an_edited_copy_of_a_row_is_compared(diff: Callable[..., Ran]) -> None:
-    code, _, err = diff(rows({"us": 10.0}), rows({"us": 20.0}))
-    assert code == 6 and "share 1 runs and 1 rows, 1 of them different;" in err
-    assert "1 slower" in err
+def test_rows_of_other_runs_are_told_apart_from_parts_of_the_same() -> None:
+    a, b = rows({"us": 10.0}), rows({"us": 20.0}, first_run=1)
+    words = "cells compare these other rows, too, which vary without an edit: of other runs"
+    assert str(shared_by(a, b)).splitlines()[1] == words
+    both = [
+        {name: sorted({*one[name], *other[name]}) for name in a}
+        for one, other in ((a, rows({"m": 2}, first_run=2)), (b, rows({"m": 3}, first_run=2)))
+    ]
+    assert str(shared_by(*both)).endswith(f"{words}, and of parts of the same ones")
+
+
+@pytest.mark.parametrize(("us", "verdict"), [(20.0, "slower"), (8.0, "faster")])
+def test_an_edited_copy_is_noticed(diff: Callable[..., Ran], us: float, verdict: str) -> None:
+    code, _, err = diff(rows({"us": 10.0}), rows({"us": us}))
+    assert code == 7 and "share 1 runs and 1 rows, 1 of them different;" in err
+    assert "\na row never changes: one of the files was edited or damaged\n" in err
+    assert f"1 {verdict}" in err
+    code, _, err = diff(rows({"us": 10.0}), rows({"us": 10.0}))
+    assert code == 0 and "edited" not in err
 
 
 def test_times_and_errors_have_tables_of_their_own(diff: Callable[..., Ran]) -> None:
     many = range(1, 61)
     a, b = (
-        rows(*({"m": m, **fact} for m in many for fact in ({"us": us}, {"err": err})))
+        rows(
+            *({"m": m, **fact} for m in many for fact in ({"us": us}, {"err": err})),
+            first_run=round(100 * us),
+        )
         for us, err in ((10.0, 0.01), (15.0, 0.04))
     )
     code, out, err = diff(a, b)
@@ -244,7 +266,7 @@ def diff(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ra
 
 
 def test_two_files(diff: Callable[..., Ran]) -> None:
-    a, b = rows({"m": 1}, {"m": 2}), rows({"m": 1, "us": 15.0}, {"m": 2})
+    a, b = rows({"m": 1}, {"m": 2}), rows({"m": 1, "us": 15.0}, {"m": 2}, first_run=2)
     code, out, err = diff(a, b, "--json")
     (row,) = json.loads(out)
     assert code == 6 and "\n2 cells of time_us: 1 slower, 1 same\n" in err
@@ -258,7 +280,10 @@ def test_two_files(diff: Callable[..., Ran]) -> None:
 
 
 def test_a_table_shows_the_largest_effects(diff: Callable[..., Ran]) -> None:
-    a, b = (rows(*({"m": m, "us": us} for m in range(1, 61))) for us in (10.0, 5.0))
+    a, b = (
+        rows(*({"m": m, "us": us} for m in range(1, 61)), first_run=round(100 * us))
+        for us in (10.0, 5.0)
+    )
     code, out, err = diff(a, b)
     assert code == 0 and out.count("faster") == 50 and "and 10 more: --format csv" in err
     assert len(json.loads(diff(a, b, "--json")[1])) == 60

@@ -436,6 +436,16 @@ def test_a_machine_out_of_memory_accepts_and_rejects_nothing(
 
 
 def test_nothing_to_verify(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("verify", "--db", mine) == 0
-    assert "no quarantined imports" in capsys.readouterr().err
     assert run("verify", "--db", "postgresql://nowhere/x") == 1
+    capsys.readouterr()
+    assert run("verify", "--db", mine) == 1, "no pass: it may be the file that is meant"
+    words = capsys.readouterr().err
+    assert "no quarantined imports, so that nothing was verified; " in words
+    assert f"import it first: python -m lokakern.bench import {mine}" in words
+    imports_folder(mine).mkdir()
+    assert run("verify", "--db", mine) == 0
+    assert capsys.readouterr().err.endswith("so that nothing was verified\n")
+    assert run("verify", "monday.sqlite") == 2
+    assert "import it first: python -m lokakern.bench import monday.sqlite" in " ".join(
+        capsys.readouterr().err.replace("│", " ").split()
+    )

@@ -359,7 +359,8 @@ def test_a_page_looks_as_it_did(
     small: Survey, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     # Suites grow. Predictions make hatched cells.
-    predicted = [row | {"n": n, "k": k, "note": "predicted"} for row in small.choices
+    predicted = [row | {"n": n, "k": k, "note": "predicted", "answer": "predicted"}
+                 for row in small.choices
                  if (row["op"], row["n"], row["k"]) == ("gemm", 512, 2048)
                  for n, k in ((64, 2048), (2048, 512))]  # fmt: skip
     held = [row for row in small.holdings if not row["part"].startswith("suite ")]
@@ -513,7 +514,8 @@ def test_predicted_cells_are_hatched_and_no_others(small: Survey) -> None:
     sizes = {(row["n"], row["k"]) for row in here}
     gaps = [(n, k) for n in {n for n, _ in sizes} for k in {k for _, k in sizes}
             if (n, k) not in sizes]  # fmt: skip
-    predicted = [gap | {"n": n, "k": k, "speedup": 7.77, "note": "predicted"} for n, k in gaps]
+    predicted = [gap | {"n": n, "k": k, "speedup": 7.77, "note": "predicted", "answer": "predicted"}
+                 for n, k in gaps]  # fmt: skip
     assert predicted
     hatch = re.compile(r'fill="url\(#gradient[^"]*"')
     for name, legends in (("winners", 1), ("gains", 2)):
@@ -525,6 +527,30 @@ def test_predicted_cells_are_hatched_and_no_others(small: Survey) -> None:
     tables = charts.tables_of(replace(small, predicted=predicted), op)
     assert sum(row["answer"] == "predicted" for row in tables["choices"]) == len(predicted)
     assert f" + {len(predicted)}<" in svg_of(replace(small, predicted=predicted), "winners")
+
+
+def test_a_time_between_measured_m_is_told(tmp_path: Path) -> None:
+    """As in a file that lost rows: FP8 alone was timed at 4096 rows, and its error is unknown."""
+    narrow, wide = (gemm(4096, n, 512) for n in (512, 2048))
+    rows = [time(BF16, replace(wide, m=m), us) for m, us in ((2048, 60.0), (8192, 90.0))]
+    rows += [time(ROW, wide, 80.0), time(BF16, narrow, 20.0), time(ROW, narrow, 30.0)]
+    Book(tmp_path / "rows.sqlite").write(*rows)
+    found = survey_of(dispatcher.snapshot(), H200, {0.06})
+    row = at(found, budget="0.06", n=2048, m=4096)
+    assert (row["kernel"], row["us"], row["plain_us"]) == (BF16, 70.0, None)
+    assert row["answer"] == "interpolated"
+    assert row["note"] == f"no gain is known: {BF16} was not timed at m=4096"
+    assert at(found, budget="0.06", n=512)["answer"] == "measured"
+    (op,) = found.ops
+    found = replace(found, ops=[op | {"m": 4096, "budget": "0.06"}])
+    hatch = re.compile(r'fill="url\(#gradient[^"]*"')
+    for name, legends in (("winners", 1), ("gains", 2)):
+        svg = svg_of(found, name)
+        assert f">{charts._INEXACT}<" in svg and len(hatch.findall(svg)) == legends + 1
+        assert ">null<" not in svg
+    assert ">-<" in svg and ">1.00<" in svg
+    page = page_of(found)
+    assert "<option>interpolated</option>" in page and "interpolated between measured m" in page
 
 
 def test_a_faster_kernel_without_errors_is_undecided(tmp_path: Path) -> None:

@@ -668,6 +668,8 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         "cut": (content[:-4096], "cut off"),
         "cut inside a page": (content[:-100], "cut off"),
         "header only": (content[:100], "cut off"),
+        "half a header": (content[:50], "is cut off after 50 bytes; expected a SQLite file"),
+        "half a name": (content[:9], "is cut off after 9 bytes"),
         "grown": (content + b"x" * 4096, "header says"),
         "scrambled": (content[:100] + os.urandom(len(content) - 100), "cannot be read"),
     }
