@@ -44,12 +44,14 @@ from lokakern.conversion.routes import (
     Route,
     activating_route,
     routes_of,
+    with_padded_sizes,
 )
 from lokakern.conversion.step_host import StepHost, step_host
 from lokakern.conversion.tail_sites import found_tails
 from lokakern.conversion.tune import Tuning, apply_tuning, tune
 from lokakern.device import current_device
 from lokakern.errors import FormatError, UnknownNameError, UnsupportedError
+from lokakern.mods.pad import Pad
 from lokakern.nn.adoption import Chosen, adopt, apply_choice, remove_choice
 from lokakern.nn.compiled_form import DOT, SUMS, form_of
 from lokakern.nn.crossed_forward import (
@@ -774,9 +776,12 @@ class Conversion:
             by = _source_of(wanted, name, self._distributions)
             if isinstance(by, Judge):
                 by = replace(by, regime=self.regime)
-            key = (n, k, has_bias, device, by, is_turned)
+            can_pad = Pad().takes(module)
+            key = (n, k, has_bias, device, by, is_turned, can_pad)
             if key not in known:
-                known[key] = self._routes_by(by, n, k, has_bias, device, name, is_turned, m_range)
+                known[key] = self._routes_by(
+                    by, n, k, has_bias, device, name, is_turned, can_pad, m_range
+                )
             found[name] = known[key]
         return found
 
@@ -793,7 +798,7 @@ class Conversion:
 
     def _routes_by(
         self, by: Judge | Forced, n: int, k: int, has_bias: bool, device: Device, site: str,
-        is_turned: bool, m_range: MRange | None,
+        is_turned: bool, can_pad: bool, m_range: MRange | None,
     ) -> tuple[Route, ...]:  # fmt: skip
         if isinstance(by, Forced):
             return forced_routes(
@@ -802,7 +807,7 @@ class Conversion:
             )  # fmt: skip
         return routes_of(
             n, k, by, device, has_bias=has_bias, inference=self._inference,
-            m_range=m_range, forms=self._forms, is_turned=is_turned,
+            m_range=m_range, forms=self._forms, is_turned=is_turned, can_pad=can_pad,
         )  # fmt: skip
 
     @property
@@ -1034,8 +1039,9 @@ class Conversion:
         """Missing measurements of this model as a suite, TOML for ``sweep --suite FILE``.
 
         They are those of products without a time at m, measured or between measured m, as of
-        ``explain --missing``; of their padded sizes, where n or k is no multiple of 8; and those of
-        activations and of layers that may be part of a chain, which `explain` does not know.
+        ``explain --missing``; of their padded sizes, where n or k is no multiple of 8 and
+        `mods.Pad` would pad the layer; and those of activations and of layers that may be part of a
+        chain, which `explain` does not know.
 
         With forced kernels, for which no measurements were looked up, these are all products.
 
@@ -1094,11 +1100,9 @@ class Conversion:
                 wanted = wanted if gemm == "output" else (gemm,)
                 forms += [form for form in wanted if form not in forms]
         for (n, k), forms in list(missing.items()):
-            # Where bf16 of unaligned rows is no measure, that of padded sizes is.
-            wide = (-(-n // 8) * 8, -(-k // 8) * 8)
-            if wide != (n, k):
+            for wide, of_wide in with_padded_sizes(n, k, forms).items():
                 also = missing.setdefault(wide, [])
-                also += [f for f in forms if f != "prepared" and f not in also]
+                also += [form for form in of_wide if form not in also]
         return missing
 
     def undo(self) -> None:
