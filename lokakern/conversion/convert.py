@@ -673,16 +673,20 @@ class Conversion:
             optimizer: The optimizer that the step calls, whose state is restored.
             rounds: Most rounds of a comparison, each of four times, at least 8.
             time_limit: Seconds after which no further group is tried: groups of the least predicted
-                gain are then decided together, or only by the outcome. None: 150 in inference, 300
-                in training.
+                gain are then decided together, or only by the outcome. A comparison that is not
+                finished then is cut off at the next call of the step, and the choices of `convert`
+                stay, if they gained in the first one. None: 150 in inference, 300 in training,
+                after which comparisons are finished.
 
         Returns:
             The outcome: a table, and `save` for ``convert(..., tuned=)``.
 
         Raises:
-            MeasurementError: The step cannot be captured, or ``rounds`` is less than 8.
+            MeasurementError: The step cannot be captured, ``rounds`` is less than 8, or
+                ``time_limit`` passed before the first comparison had 8 rounds.
             UnknownNameError: The conversion was undone.
-            UnsupportedError: torch.distributed has several ranks, which would decide differently.
+            UnsupportedError: Kernels are emulated here, as on a CPU, whose times say nothing of a
+                GPU; or torch.distributed has several ranks, which would decide differently.
         """
         return tune(
             self, step, graph=graph, optimizer=optimizer, rounds=rounds, time_limit=time_limit

@@ -35,6 +35,7 @@ from lokakern.conversion.variants import (
     Rows,
     Switch,
     groups_of,
+    is_emulated,
     observed_rows,
     refuse_ranks,
     start_again,
@@ -44,7 +45,6 @@ from lokakern.nn.chain_plan import read_plan, steps_at
 from lokakern.nn.module_scan import shape_of
 from lokakern.nn.routed_matmul import kernel_at, read_route, traced_route
 from lokakern.probe.loss import LossChange, interval_of, loss_of, relative_change
-from lokakern.registry.register import KERNELS
 from lokakern.selection.arguments import device_of
 
 if TYPE_CHECKING:
@@ -304,7 +304,7 @@ def _is_emulated(conversion: Conversion, groups: Iterable[Group]) -> bool:
     """Whether the device of the model does not run a kernel of the trial."""
     here = device_of(shape_of(next(iter(conversion.sites.values())).module)[3])
     names = {name for group in groups if group.gemm != RELU for name in group.kernels}
-    return any(name in KERNELS and not KERNELS[name].runs_on(here) for name in names)
+    return any(is_emulated(name, here) for name in names)
 
 
 def _unjudged(conversion: Conversion, rows: Rows) -> tuple[UnjudgedSite, ...]:
