@@ -332,9 +332,7 @@ def start_again(conversion: Conversion) -> None:
 
 def is_emulated(name: str, here: Device) -> bool:
     """Whether a device runs no such kernel, but torch operations with the same rounding."""
-    kernel = KERNELS.get(name)
-    is_missing = kernel is not None and not kernel.runs_on(here)
-    return is_missing or (EMULATED in name and not here.is_gpu)
+    return name in KERNELS and not KERNELS[name].runs_on(here)
 
 
 def refuse_emulation(conversion: Conversion) -> None:
@@ -347,7 +345,10 @@ def refuse_emulation(conversion: Conversion) -> None:
     names |= {
         step.kernel for plan in plans for part in plan[1:] for _, steps in part for step in steps
     }
-    emulated = sorted(name for name in names if is_emulated(name, here))
+    emulated = sorted(
+        name for name in names
+        if is_emulated(name, here) or (EMULATED in name and not here.is_gpu)  # forced kernels
+    )  # fmt: skip
     if not emulated:
         return
     device = conversion._device_for(weight)
