@@ -219,8 +219,8 @@ def convert(
         UnknownNameError: There is no layer to convert, ``skip`` matches none, or a distribution, a
             granularity, a kernel or the regime is unknown.
         ShapeError: ``m_range`` is not two integers in order.
-        FormatError: ``report_or_budget``, ``kernels`` or ``check`` has another type; or not exactly
-            one of ``report_or_budget`` and ``kernels`` is given.
+        FormatError: The model is no module; ``report_or_budget``, ``kernels`` or ``check`` has
+            another type; or not exactly one of ``report_or_budget`` and ``kernels`` is given.
         UnsupportedError: A kernel that ``kernels`` names does not take a product of a layer.
         BudgetError: The budget is not a finite, non-negative number, or ``check`` or LOKAKERN_CHECK
             is not ``every:rows``.
@@ -228,6 +228,10 @@ def convert(
         ChoicesError: The file ``tuned`` cannot be read, or is for something else. The model is then
             unchanged.
     """
+    given: object = model  # from a program without types
+    if not isinstance(given, nn.Module):
+        what = f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
+        raise FormatError(f"convert: model is {what}; expected an nn.Module, such as an instance")
     wanted = _wanted_of("convert", report_or_budget, kernels)
     if m_range is not None:
         m_range = m_range_of("convert", m_range)
@@ -1147,6 +1151,11 @@ class Conversion:
             words += f", {len(chains)} {'chain' if len(chains) == 1 else 'chains'}"
             words += f" of {layers} {'layer' if layers == 1 else 'layers'}"
         products = f"{count} of {len(routes)} products quantized"
+        needs_autocast = any(
+            shape_of(site.module)[3].dtype is torch.float32
+            for site in self.sites.values() if any(traced_route(r.text) for r in site.routes)
+        )  # fmt: skip
+        products += " under bfloat16 autocast" * needs_autocast
         if isinstance(self._wanted, Forced):
             words += f", kernels {FORCED}"
         else:

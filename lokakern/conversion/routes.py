@@ -552,6 +552,18 @@ def _reasons(choice: Choice) -> str:
     ]
     real = [words for words in reasons if EMULATED not in words]  # others are slow on any GPU
     than = "" if pick.time is None else f" than {pick.name} ({pick.time.latency_us:.2f} us)"
+    plain_us = math.inf if pick.time is None else pick.time.latency_us
+    is_unjudged = any(
+        why.startswith("Probe ") and us.get(name, math.inf) < plain_us
+        for name, why in pick.rejected
+    )
+    if is_unjudged:
+        return "; ".join([
+            f"no kernel that Probe judged is better{than}, but one that it could not judge on this "
+            "machine is faster",
+            reasons[0],
+            "probe.save(FILE) here, probe.load(FILE) and probe.report() on that GPU",
+        ])  # fmt: skip
     return "; ".join([f"no kernel that quantizes is better{than}", *(real or reasons)[:2]])
 
 

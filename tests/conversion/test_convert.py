@@ -346,8 +346,9 @@ def test_a_faster_kernel_that_probe_did_not_replay_is_named_first(book: Book) ->
     book.write(*(time(name, gemm(256, N, K), us) for name, us in times))
     found = convert(model_of(), report_of(verdict("output", "row", "safe", 0.04)), device=H200)
     assert found.sites["0"].routes[0].why == (
-        f"at m=256 no kernel that quantizes is better than torch.bf16 (4.00 us); {fast}: Probe did "
-        f"not replay row fast; it takes 1.00 us; {ROW_KERNEL}: slower: 5.00 us"
+        "at m=256 no kernel that Probe judged is better than torch.bf16 (4.00 us), but one that it "
+        f"could not judge on this machine is faster; {fast}: Probe did not replay row fast; it "
+        "takes 1.00 us; probe.save(FILE) here, probe.load(FILE) and probe.report() on that GPU"
     )
 
 
@@ -634,6 +635,13 @@ def test_a_weight_that_compiled_graphs_read_is_not_offloaded() -> None:
     assert all(kernel_at(found.sites["0"].routes[0].text, m) for m in (256, 8192))
     found.offload(m_range=(256, 8192))
     assert not model[0].is_offloaded
+
+
+def test_what_is_no_module_is_refused() -> None:
+    with pytest.raises(FormatError, match="model is the class Sequential; expected"):
+        convert(nn.Sequential, 0.06)
+    with pytest.raises(FormatError, match="model is int; expected"):
+        convert(7, 0.06)
 
 
 def test_an_unknown_regime_is_refused(known: Book) -> None:
