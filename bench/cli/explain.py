@@ -99,7 +99,7 @@ def explain(
     emulated errors are within the budget, such as nvfp4, mxfp8 or int8. No times are known there.
     """
     from lokakern.bench.fp8_gain.chains import chains_of_model
-    from lokakern.bench.fp8_gain.gain import worth
+    from lokakern.bench.fp8_gain.gain import pad_words, worth
     from lokakern.bench.fp8_gain.products import Product
     from lokakern.bench.fp8_gain.what_if import what_if
     from lokakern.probe.statistics import GEMMS
@@ -171,12 +171,14 @@ def explain(
         asked, notes = _products(shapes, model, probe, rows, gemms)
         with TerminalProgress(quiet=quiet) as progress:
             progress.begin("explain", len(asked))
+            judged = dispatcher.distribution_names(distribution)
             found = worth(
                 asked, budget=budget_of(budget), device=target, gemms=gemms,
-                distributions=dispatcher.distribution_names(distribution),
-                regime=timing, step=progress.step,
+                distributions=judged, regime=timing, step=progress.step,
             )  # fmt: skip
         notes.append(found.convert_words())
+        if pads := pad_words(found, judged, gemms):
+            notes.append(pads)
         if model is not None and not training:
             notes += chains_of_model(model, asked, found)
         _print_worth(found, notes, "training" if training else "predictions", how)
@@ -364,7 +366,7 @@ def _cells(row: Row, found: Worth) -> dict[str, Any]:
     cells |= {
         "choice": (row.kernel or row.state) + mark, "us": us, "bf16 us": bf16_us,
         "x bf16": speedup, "saved us": gain_us,
-        "why": textwrap.shorten(row.why, 100, placeholder="..."),
+        "why": "\n".join(textwrap.wrap(row.why, 60, break_long_words=False)),
     }  # fmt: skip
     return cells
 

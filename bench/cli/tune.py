@@ -42,8 +42,8 @@ def tune(
         float | None,
         typer.Option(
             min=0,
-            help="Seconds after which no further group is tried. Default: 150 in inference, 300 in "
-            "training.",
+            help="Seconds after which nothing further is tried. Default: 150 in inference, 300 in "
+            "training, after which comparisons are finished.",
         ),
     ] = None,
     db: options.Database = None,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from lokakern.bench.fp8_gain.products import Product
+from lokakern.conversion.routes import with_padded_sizes
 from lokakern.registry.register import fp8_format
 from lokakern.selection import dispatcher
 from lokakern.selection.choice import Choice
@@ -56,6 +57,13 @@ class Row:
     @property
     def speedup(self) -> float | None:
         return None if self.us is None or self.bf16_us is None else self.bf16_us / self.us
+
+    @property
+    def any_us(self) -> tuple[float, float] | None:
+        """Time of the choice and of bf16, measured or predicted; None if there is neither."""
+        if self.predicted is not None:
+            return self.predicted.us, self.predicted.bf16_us
+        return None if self.us is None or self.bf16_us is None else (self.us, self.bf16_us)
 
     @property
     def gain_us(self) -> float | None:
@@ -169,7 +177,8 @@ class Worth:
     def missing(self) -> list[dict[str, Any]]:
         """Layers of a suite that were never measured, without batched products.
 
-        Layers of equal sizes are one, with the names of all and their number of calls.
+        Of unaligned layers also the padded sizes, as in `Conversion.suite`. Layers of equal sizes
+        are one, with the names of all and their number of calls.
         """
         forms: dict[tuple[int, int, int], dict[str, None]] = {}
         counts: dict[tuple[int, int, int], dict[str, int]] = {}
@@ -179,8 +188,10 @@ class Worth:
             p = row.product
             if row.us is None and p.batch == 1 and p.format is Format.BFLOAT16:
                 names = of_output if row.gemm == "output" else (row.gemm,)
-                forms.setdefault((p.m, p.n, p.k), {}).update(dict.fromkeys(names))
-                counts.setdefault((p.m, p.n, p.k), {})[p.layer] = p.count
+                wide = with_padded_sizes(p.n, p.k, names) if p.can_pad else {}
+                for (n, k), wanted in ((p.n, p.k), names), *wide.items():
+                    forms.setdefault((p.m, n, k), {}).update(dict.fromkeys(wanted))
+                    counts.setdefault((p.m, n, k), {})[p.layer] = p.count
         return [
             {"name": ", ".join(counts[m, n, k]), "count": sum(counts[m, n, k].values()),
              "m": m, "n": n, "k": k, "forms": [*x]}
@@ -235,6 +246,48 @@ def worth(
             rows.append(replace(known[key], product=product))
         step(product.layer)
     return Worth(tuple(rows), device, budget, regime)
+
+
+def pad_words(
+    found: Worth, distributions: tuple[str, ...] | None, gemms: Sequence[str] = ("output",)
+) -> str:
+    """The unaligned layers that `mods.Pad` makes faster, and the sum with it; "" without any.
+
+    Layers without a time, as they are and padded, are named, too.
+
+    Args:
+        found: The products as they are.
+        distributions: As of `worth`.
+        gemms: As of `worth`.
+    """
+    unaligned = [row for row in found.rows if row.product.padded is not None]
+    products = {id(row.product): row.product.padded for row in unaligned}
+    wide = [product for product in products.values() if product is not None]
+    padded = worth(wide, budget=found.budget, device=found.device, distributions=distributions,
+                   regime=found.regime, gemms=gemms)  # fmt: skip
+    pairs: dict[int, list[tuple[Row, Row]]] = {}
+    for row, then in zip(unaligned, padded.rows, strict=True):
+        pairs.setdefault(id(row.product), []).append((row, then))
+    names, gain_us, are_predicted = [], 0.0, False
+    for of_layer in pairs.values():
+        times = [(row.any_us, then.any_us) for row, then in of_layer]
+        gain = sum(before[0] - after[0] for before, after in times if before and after)
+        if gain > 0 or not any(time for pair in times for time in pair):
+            p = of_layer[0][1].product
+            names.append(f"{p.layer} (n={p.n} k={p.k})")
+            gain_us += p.count * gain
+            are_predicted |= any(then.predicted for _, then in of_layer)
+    if not names:
+        return ""
+    words = f"lokakern.mods.Pad(16), before convert, aligns the rows of {', '.join(names)}"
+    if not gain_us:
+        return f"{words}, of which no time is known."
+    timed = [(row.product.count, *row.any_us) for row in found.rows if row.any_us]
+    us, bf16_us = (sum(time[0] * time[at] for time in timed) for at in (1, 2))
+    return (
+        f"{words}: {'predicted ' * are_predicted}{us - gain_us:.1f} us by the choices then, "
+        f"instead of {us:.1f}, {bf16_us / (us - gain_us):.2f}x as fast as bf16."
+    )
 
 
 def _problems(
@@ -315,14 +368,13 @@ def _predicted_row(product: Product, gemm: str, ways: Sequence[Sequence[Choice]]
 
 
 def _why_predicted(choice: Choice, found: Prediction) -> str:
-    """The speedup first, because tables cut the end."""
     if not found.quantizing:
         return f"predicted: {found}"
     is_certain = _quantizes(choice) or found.speedup <= 1
     return (
         f"predicted: FP8 {found.speedup:.2f}x as fast ({found.low:.2f} to {found.high:.2f})"
         f"{'' if is_certain else ', not for certain'}; {found.quantizing} against {found.plain}; "
-        f"{found.coverage:.0%} of measurements that were left out are in such intervals"
+        f"{found.coverage:.0%} of held-out measurements lie in such intervals"
     )
 
 

@@ -29,6 +29,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lokakern.errors import SuiteError, UnknownNameError, UnsupportedError
+from lokakern.mods.pad import Pad
 from lokakern.nn.linear import Routed
 from lokakern.nn.module_scan import inner_layers, named_modules, shape_of
 from lokakern.probe.statistics import SiteStatistics
@@ -59,6 +60,7 @@ class Product:
     batch: int = 1  # products in a batch
     format: Format = Format.BFLOAT16  # format of X, W and Y
     needs_input_gradient: bool = True  # in training; not if X depends on no parameter
+    can_pad: bool = True  # whether `mods.Pad` takes a layer of this kind
     # Distributions similar to the operands, by GEMM; by default all realistic.
     distributions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
@@ -66,6 +68,14 @@ class Product:
     def flops(self) -> int:
         """FLOPs of all calls of one of its GEMMs."""
         return 2 * self.m * self.n * self.k * self.batch * self.count
+
+    @property
+    def padded(self) -> Product | None:
+        """The product after `mods.Pad`; None if rows are aligned, or the layer would stay."""
+        wide = Pad().sizes_of(self.n, self.k) if self.can_pad and self.batch == 1 else None
+        if wide is None or not (self.n % 8 or self.k % 8):
+            return None
+        return replace(self, n=wide[0], k=wide[1])
 
 
 def products_from_file(path: Path) -> list[Product]:
@@ -332,7 +342,8 @@ def _traced(
 
 def _layer_product(name: str, layer: nn.Module, m: int, count: int) -> Product:
     n, k, has_bias, _ = shape_of(layer)  # as padded
-    return Product(name or "the model", m, n, k, count, has_bias)
+    can_pad = Pad().takes(layer)
+    return Product(name or "the model", m, n, k, count, has_bias, can_pad=can_pad)
 
 
 @contextlib.contextmanager

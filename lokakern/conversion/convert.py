@@ -44,12 +44,14 @@ from lokakern.conversion.routes import (
     Route,
     activating_route,
     routes_of,
+    with_padded_sizes,
 )
 from lokakern.conversion.step_host import StepHost, step_host
 from lokakern.conversion.tail_sites import found_tails
 from lokakern.conversion.tune import Tuning, apply_tuning, tune
 from lokakern.device import current_device
 from lokakern.errors import FormatError, UnknownNameError, UnsupportedError
+from lokakern.mods.pad import Pad
 from lokakern.nn.adoption import Chosen, adopt, apply_choice, remove_choice
 from lokakern.nn.compiled_form import DOT, SUMS, form_of
 from lokakern.nn.crossed_forward import (
@@ -231,8 +233,8 @@ def convert(
         UnknownNameError: There is no layer to convert, ``skip`` matches none, or a distribution, a
             granularity, a kernel or the regime is unknown.
         ShapeError: ``m_range`` is not two integers in order.
-        FormatError: ``report_or_budget``, ``kernels`` or ``check`` has another type; or not exactly
-            one of ``report_or_budget`` and ``kernels`` is given.
+        FormatError: The model is no module; ``report_or_budget``, ``kernels`` or ``check`` has
+            another type; or not exactly one of ``report_or_budget`` and ``kernels`` is given.
         UnsupportedError: A kernel that ``kernels`` names does not take a product of a layer.
         BudgetError: The budget is not a finite, non-negative number, or ``check`` or LOKAKERN_CHECK
             is not ``every:rows``.
@@ -240,6 +242,10 @@ def convert(
         ChoicesError: The file ``tuned`` cannot be read, or is for something else. The model is then
             unchanged.
     """
+    given: object = model  # from a program without types
+    if not isinstance(given, nn.Module):
+        what = f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
+        raise FormatError(f"convert: model is {what}; expected an nn.Module, such as an instance")
     wanted = _wanted_of("convert", report_or_budget, kernels)
     if m_range is not None:
         m_range = m_range_of("convert", m_range)
@@ -695,16 +701,20 @@ class Conversion:
             optimizer: The optimizer that the step calls, whose state is restored.
             rounds: Most rounds of a comparison, each of four times, at least 8.
             time_limit: Seconds after which no further group is tried: groups of the least predicted
-                gain are then decided together, or only by the outcome. None: 150 in inference, 300
-                in training.
+                gain are then decided together, or only by the outcome. A comparison that is not
+                finished then is cut off at the next call of the step, and the choices of `convert`
+                stay, if they gained in the first one. None: 150 in inference, 300 in training,
+                after which comparisons are finished.
 
         Returns:
             The outcome: a table, and `save` for ``convert(..., tuned=)``.
 
         Raises:
-            MeasurementError: The step cannot be captured, or ``rounds`` is less than 8.
+            MeasurementError: The step cannot be captured, ``rounds`` is less than 8, or
+                ``time_limit`` passed before the first comparison had 8 rounds.
             UnknownNameError: The conversion was undone.
-            UnsupportedError: torch.distributed has several ranks, which would decide differently.
+            UnsupportedError: Kernels are emulated here, as on a CPU, whose times say nothing of a
+                GPU; or torch.distributed has several ranks, which would decide differently.
         """
         self._refuse_while_watched("tune")
         return tune(
@@ -881,9 +891,12 @@ class Conversion:
             by = _source_of(wanted, name, self._distributions)
             if isinstance(by, Judge):
                 by = replace(by, regime=self.regime)
-            key = (n, k, has_bias, device, by, is_turned)
+            can_pad = Pad().takes(module)
+            key = (n, k, has_bias, device, by, is_turned, can_pad)
             if key not in known:
-                known[key] = self._routes_by(by, n, k, has_bias, device, name, is_turned, m_range)
+                known[key] = self._routes_by(
+                    by, n, k, has_bias, device, name, is_turned, can_pad, m_range
+                )
             found[name] = known[key]
         return found
 
@@ -900,7 +913,7 @@ class Conversion:
 
     def _routes_by(
         self, by: Judge | Forced, n: int, k: int, has_bias: bool, device: Device, site: str,
-        is_turned: bool, m_range: MRange | None,
+        is_turned: bool, can_pad: bool, m_range: MRange | None,
     ) -> tuple[Route, ...]:  # fmt: skip
         if isinstance(by, Forced):
             return forced_routes(
@@ -909,7 +922,7 @@ class Conversion:
             )  # fmt: skip
         return routes_of(
             n, k, by, device, has_bias=has_bias, inference=self._inference,
-            m_range=m_range, forms=self._forms, is_turned=is_turned,
+            m_range=m_range, forms=self._forms, is_turned=is_turned, can_pad=can_pad,
         )  # fmt: skip
 
     @property
@@ -1140,8 +1153,9 @@ class Conversion:
         """Missing measurements of this model as a suite, TOML for ``sweep --suite FILE``.
 
         They are those of products without a time at m, measured or between measured m, as of
-        ``explain --missing``; of their padded sizes, where n or k is no multiple of 8; and those of
-        activations and of layers that may be part of a chain, which `explain` does not know.
+        ``explain --missing``; of their padded sizes, where n or k is no multiple of 8 and
+        `mods.Pad` would pad the layer; and those of activations and of layers that may be part of a
+        chain, which `explain` does not know.
 
         With forced kernels, for which no measurements were looked up, these are all products.
 
@@ -1200,11 +1214,9 @@ class Conversion:
                 wanted = wanted if gemm == "output" else (gemm,)
                 forms += [form for form in wanted if form not in forms]
         for (n, k), forms in list(missing.items()):
-            # Where bf16 of unaligned rows is no measure, that of padded sizes is.
-            wide = (-(-n // 8) * 8, -(-k // 8) * 8)
-            if wide != (n, k):
+            for wide, of_wide in with_padded_sizes(n, k, forms).items():
                 also = missing.setdefault(wide, [])
-                also += [f for f in forms if f != "prepared" and f not in also]
+                also += [form for form in of_wide if form not in also]
         return missing
 
     def undo(self) -> None:
@@ -1246,6 +1258,11 @@ class Conversion:
             words += f", {len(chains)} {'chain' if len(chains) == 1 else 'chains'}"
             words += f" of {layers} {'layer' if layers == 1 else 'layers'}"
         products = f"{count} of {len(routes)} products quantized"
+        needs_autocast = any(
+            shape_of(site.module)[3].dtype is torch.float32
+            for site in self.sites.values() if any(traced_route(r.text) for r in site.routes)
+        )  # fmt: skip
+        products += " under bfloat16 autocast" * needs_autocast
         if isinstance(self._wanted, Forced):
             words += f", kernels {FORCED}"
         else:

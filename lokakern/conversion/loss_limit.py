@@ -35,6 +35,7 @@ from lokakern.conversion.variants import (
     Rows,
     Switch,
     groups_of,
+    is_emulated,
     observed_rows,
     refuse_ranks,
     start_again,
@@ -44,7 +45,6 @@ from lokakern.nn.chain_plan import read_plan, steps_at
 from lokakern.nn.module_scan import shape_of
 from lokakern.nn.routed_matmul import kernel_at, read_route, traced_route
 from lokakern.probe.loss import LossChange, interval_of, loss_of, relative_change
-from lokakern.registry.register import KERNELS
 from lokakern.selection.arguments import device_of
 
 if TYPE_CHECKING:
@@ -87,6 +87,7 @@ class LimitedSite:
         is_kept: Whether it stays in FP8.
         is_compiled: Whether compiled code runs it, too; else eager calls alone, as those of the
             loss are.
+        why: Why it does not stay; "" if it does.
     """
 
     name: str
@@ -95,6 +96,7 @@ class LimitedSite:
     gain_us: float | None
     is_kept: bool
     is_compiled: bool = True
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,7 @@ class LossLimit:
                 "loss change": f"{site.change.mean:+.1e}",
                 "interval": f"{site.change.low:+.1e} to {site.change.high:+.1e}",
                 "predicted gain us": site.gain_us, "kept": site.is_kept,
-                "why": "" if site.is_compiled else EAGER_ONLY,
+                "why": "; ".join(filter(None, (site.why, EAGER_ONLY * (not site.is_compiled)))),
             }
             for site in self.sites
         ]  # fmt: skip
@@ -198,7 +200,8 @@ class LossLimit:
             f"95 %, {self.change.batches} other batches; predicted {self.predicted:+.1e}), limit "
             f"{self.relative:.1e}; everything in FP8 {self.before.mean:+.1e}. "
             f"{len(kept)} of {len(self.sites)} products and chains kept, {gains[0]:.0f} of "
-            f"{gains[1]:.0f} us of predicted gain. By limit: {others}. {self.runs} runs in "
+            f"{gains[1]:.0f} us of predicted gain. By limit, by changes of the first half alone, "
+            f"not confirmed on the second: {others}. {self.runs} runs in "
             f"{self.seconds:.0f} s{notes}"
         )
 
@@ -242,7 +245,9 @@ def limit_loss(
             f"limit_loss: there are {len(batches)} batches; expected at least {FEWEST_BATCHES}"
         )
     if not (isinstance(relative, int | float) and 0 < relative < math.inf):
-        raise MeasurementError(f"limit_loss: relative is {relative!r}; expected more than 0")
+        raise MeasurementError(
+            f"limit_loss: relative is {relative!r}; expected a finite number above 0, such as 2e-4"
+        )
     refuse_ranks("limit_loss")
     routes_before = {name: site.routes for name, site in conversion.sites.items()}
     plain_before, relus_before = conversion.plain, conversion.has_relus
@@ -304,7 +309,7 @@ def _is_emulated(conversion: Conversion, groups: Iterable[Group]) -> bool:
     """Whether the device of the model does not run a kernel of the trial."""
     here = device_of(shape_of(next(iter(conversion.sites.values())).module)[3])
     names = {name for group in groups if group.gemm != RELU for name in group.kernels}
-    return any(name in KERNELS and not KERNELS[name].runs_on(here) for name in names)
+    return any(is_emulated(name, here) for name in names)
 
 
 def _unjudged(conversion: Conversion, rows: Rows) -> tuple[UnjudgedSite, ...]:
@@ -458,6 +463,7 @@ class _Trial:
         self._alone: dict[int, LossChange] = {}  # of each group
         self._items: list[list[Option]] = []
         self._kept: list[Option] = []
+        self._failed: list[tuple[frozenset[int], LossChange, str]] = []  # sets, on which half
         self._share = 0.0  # of the work that is done
         self._before = self._after = LossChange(0.0, 0.0, 0.0, len(self._second))
 
@@ -477,12 +483,13 @@ class _Trial:
                 break
             on = self._on(some)
             tried.add(on)
-            found = self._change(on, self._first)
+            found, half = self._change(on, self._first), "first"
             if found.high <= relative:
-                found = self._change(on, self._second)
+                found, half = self._change(on, self._second), "second"
             if found.high <= relative:
                 self._kept, self._after = some, found
                 return self._free - on
+            self._failed.append((on, found, half))
             spent = sum(option.loss for option in some) or target
             target = min(target, spent) * min(max(SHRINK[0], relative / found.high), SHRINK[1])
         return self._free
@@ -499,7 +506,8 @@ class _Trial:
         """What is told."""
         sites = [
             LimitedSite(group.sites[0], group.kernels, self._alone[place], group.predicted_us,
-                        place not in off, self._is_compiled(group))
+                        place not in off, self._is_compiled(group),
+                        self._why(place, relative) if place in off else "")
             for place, group in enumerate(self.groups) if place in self._alone
         ]  # fmt: skip
         front = []
@@ -511,6 +519,21 @@ class _Trial:
             tuple(sites), relative, self._before, sum(map(self._mean, self._kept)), self._after,
             tuple(front), self.runs, seconds, unseen, unjudged, file,
         )  # fmt: skip
+
+    def _why(self, place: int, limit: float) -> str:
+        """Why a group is off: the last set with it that failed, if it was in one."""
+        for on, found, half in reversed(self._failed):
+            if place not in on:
+                continue
+            where = f"{limit:.1e} on the {half} half of the batches"
+            where += f", with {len(on) - 1} more in FP8" if len(on) > 1 else ""
+            if found.mean <= limit:
+                return f"upper end {found.high:.1e} > {where}; more batches would narrow it"
+            return f"change {found.mean:+.1e} > {where}"
+        alone = self._alone[place].mean
+        if not alone <= limit:
+            return f"change {alone:+.1e} > {limit:.1e} on the first half of the batches"
+        return f"with what saves more time the changes add up to more than {limit:.1e}"
 
     def _is_compiled(self, group: Group) -> bool:
         """Whether compiled code runs a layer or chain in FP8 at any of its rows."""

@@ -76,9 +76,14 @@ class Ratio:
         return f"{self.value:.3f} ({self.low:.3f} to {self.high:.3f})"
 
 
+class OutOfTime(Exception):
+    """A comparison was cut off before it had an interval."""
+
+
 def compare(
-    timer: Timer, one: Variant, other: Variant, *, rounds: int, until: float = math.inf
-) -> Ratio:
+    timer: Timer, one: Variant, other: Variant, *, rounds: int, until: float = math.inf,
+    deadline: float = math.inf,
+) -> Ratio:  # fmt: skip
     """The time of a step of one variant over that of another.
 
     Rounds end when the interval is on one side of 1 or very close to it.
@@ -89,6 +94,10 @@ def compare(
         other: The variant in the denominator.
         rounds: Most rounds, at least `FEWEST_ROUNDS`.
         until: Time of ``timer.now()`` after which a comparison with `FEWEST_ROUNDS` ends.
+        deadline: Time after which it is cut off.
+
+    Raises:
+        OutOfTime: The deadline passed before `FEWEST_ROUNDS`.
     """
     logs: list[float] = []
     times: dict[Variant, list[float]] = {one: [], other: []}
@@ -97,6 +106,8 @@ def compare(
         first, second = (one, other) if len(logs) % 2 == 0 else (other, one)
         spent = dict.fromkeys(times, 0.0)
         for variant in (first, second, second, first):
+            if timer.now() > deadline:
+                raise OutOfTime
             spent[variant] += timer.step_us(variant) / 2
         logs.append(math.log(spent[one] / spent[other]))
         clocks.append(timer.clock_mhz() or 0.0)
@@ -238,6 +249,8 @@ class StepTimer:
                 graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
             ):
                 self.step()
+        except OutOfTime:
+            raise
         except Exception as error:  # whatever the user's step raises under capture
             raise MeasurementError(
                 "tune: the step cannot be captured in a CUDA graph: "

@@ -19,6 +19,7 @@ from itertools import pairwise
 from typing import TypeVar
 
 from lokakern.errors import UnsupportedError
+from lokakern.mods.pad import Pad
 from lokakern.nn.routed_matmul import (
     PLAIN,
     Segments,
@@ -137,6 +138,7 @@ class Judge:
         pads: Whether unaligned rows may be padded, as by a compiler; not in eager calls of modules.
         m_range: Smallest and largest m to choose for; None: all m. Predictions are listed there.
         is_of_one_m: Whether tables are asked at an end of this range only, as of weight gradients.
+        wide: N and k that `mods.Pad` makes of those of the layer; None if it leaves them alone.
     """
 
     budget: ErrorBudget | None
@@ -148,6 +150,7 @@ class Judge:
     pads: bool = True
     m_range: MRange | None = None
     is_of_one_m: bool = False
+    wide: tuple[int, int] | None = None
 
     def candidates(
         self, problem: Problem, gemm: str, device: Device
@@ -189,6 +192,7 @@ def routes_of(
     n: int, k: int, judge: Judge, device: Device, *, has_bias: bool = False,
     inference: bool = False, m_range: MRange | None = None, forms: Sequence[Granularity] = FORMS,
     is_prepared: bool | None = None, is_turned: bool = False, turns_gradient: bool = False,
+    can_pad: bool = True,
 ) -> tuple[Route, ...]:  # fmt: skip
     """Routes of the three GEMMs of a layer ``Y[m, n] = X[m, k] W[n, k]^T``.
 
@@ -205,11 +209,13 @@ def routes_of(
             in inference.
         is_turned: Whether the weight is stored as ``[k, n]``. A prepared weight has no such layout.
         turns_gradient: Whether the gradient of a turned weight is computed as ``[k, n]``, too.
+        can_pad: Whether `mods.Pad` takes a layer of this kind, which reasons then name.
     """
     is_prepared = inference if is_prepared is None else is_prepared
     judge = replace(judge, is_training=not inference)
     # Only where no form of a GEMM was measured.
-    predicting = replace(judge, predicts=True, m_range=m_range)
+    wide = Pad().sizes_of(n, k) if can_pad else None
+    predicting = replace(judge, predicts=True, m_range=m_range, wide=wide)
     reason = "no budget" if judge.budget is None else ""
     if dispatcher.choices() is not None:
         reason = "choices are frozen, without those of modules"
@@ -242,6 +248,18 @@ def routes_of(
         eager = replace(judge, pads=False)
         third = replace(third, eager=_grad_weight_route(n, k, eager, device, first, m_range).text)
     return first, second, third
+
+
+def with_padded_sizes(n: int, k: int, forms: Sequence[str]) -> dict[tuple[int, int], list[str]]:
+    """Sizes to measure for an unaligned layer besides its own, with the forms of a suite.
+
+    Those of bf16 with padded rows, which a compiler runs, and those that `mods.Pad` makes. None of
+    aligned layers, nor where zeros cost so much that `mods.Pad` leaves the layer alone.
+    """
+    wide, aligned = Pad().sizes_of(n, k), (-(-n // 8) * 8, -(-k // 8) * 8)
+    if wide is None or aligned == (n, k):
+        return {}
+    return {aligned: [form for form in forms if form != "prepared"], wide: [*forms]}
 
 
 def activating_route(
@@ -350,7 +368,7 @@ def _best_route(
         if not every.measured_m:
             if not judge.predicts:  # a prediction takes its place; a search for words takes 20 ms
                 return Route(gemm, PLAIN, "nothing was measured")
-            why = _why_unaligned(every, judge.regime)
+            why = _why_unaligned(gemm, every, judge)
             if not why:
                 # A conversion cannot ask with other arguments.
                 why, _, _ = every.pick(16).note.partition(": ask with")
@@ -493,14 +511,15 @@ def _why_plain(table: Table, sizes: Sequence[int]) -> str:
     return f"at m={sizes[-1]} {_reasons(Choice(table, sizes[-1]))}"
 
 
-def _why_unaligned(table: Table, regime: str) -> str:
+def _why_unaligned(gemm: str, table: Table, judge: Judge) -> str:
     """Why nothing was chosen for unaligned rows that were not measured; "" for aligned ones."""
     if not table.padded or table.device not in dispatcher.snapshot().devices:
         return ""
-    return (
-        f"nothing was measured at {sizes_of(table.problem)}, {regime}, and {UNALIGNED}: mods.Pad, "
-        f"before it, makes them {table.padded}"
-    )
+    why = f"nothing was measured at {sizes_of(table.problem)}, {judge.regime}, and {UNALIGNED}"
+    if judge.wide is None:
+        return why
+    n, k = reversed(judge.wide) if gemm == "grad_input" else judge.wide
+    return f"{why}: mods.Pad, before it, makes them n={n} k={k}"
 
 
 _SLOWER = re.compile(r"slower: ([0-9.]+) us")
@@ -533,6 +552,18 @@ def _reasons(choice: Choice) -> str:
     ]
     real = [words for words in reasons if EMULATED not in words]  # others are slow on any GPU
     than = "" if pick.time is None else f" than {pick.name} ({pick.time.latency_us:.2f} us)"
+    plain_us = math.inf if pick.time is None else pick.time.latency_us
+    is_unjudged = any(
+        why.startswith("Probe ") and us.get(name, math.inf) < plain_us
+        for name, why in pick.rejected
+    )
+    if is_unjudged:
+        return "; ".join([
+            f"no kernel that Probe judged is better{than}, but one that it could not judge on this "
+            "machine is faster",
+            reasons[0],
+            "probe.save(FILE) here, probe.load(FILE) and probe.report() on that GPU",
+        ])  # fmt: skip
     return "; ".join([f"no kernel that quantizes is better{than}", *(real or reasons)[:2]])
 
 
@@ -559,7 +590,8 @@ def _grad_weight_route(
         others = [choice.problem.k for choice in measured(sorted(known)) if m_range is not None]
         where = "was never measured"
         if judge.predicts and padded_problem(grad_weight_case(SAMPLES[0], n, k).problem):
-            where += f", and {UNALIGNED}: mods.Pad, before it, aligns them"
+            where += f", and {UNALIGNED}"
+            where += ": mods.Pad, before it, aligns them" if judge.wide else ""
         if others:
             sizes = ", ".join(map(str, others))
             where = f"was measured at m={sizes}, not within m_range={low}..{high}"

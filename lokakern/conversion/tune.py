@@ -20,6 +20,7 @@ group, tried last: each saves launches.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +34,7 @@ from lokakern.conversion import tuning_file
 from lokakern.conversion.chain_spans import OFF
 from lokakern.conversion.paired_timing import (
     FEWEST_ROUNDS,
+    OutOfTime,
     Ratio,
     StepTimer,
     Timer,
@@ -52,6 +54,7 @@ from lokakern.conversion.variants import (
     groups_of,
     idle_products,
     observed_rows,
+    refuse_emulation,
     refuse_ranks,
     start_again,
 )
@@ -192,10 +195,11 @@ def tune(
     before = {name: site.routes for name, site in conversion.sites.items()}, conversion.plain
     others_before = conversion.off_chains, conversion.has_relus
     weight = shape_of(next(iter(conversion.sites.values())).module)[3]
-    is_on_cpu = make_timer is StepTimer and weight.device.type == "cpu"
-    if is_on_cpu and not _is_quantized(conversion):
-        start_again(conversion)
-        return _nothing(conversion, graph)
+    if make_timer is StepTimer:
+        refuse_emulation(conversion)
+        if weight.device.type == "cpu" and not _is_quantized(conversion):
+            start_again(conversion)
+            return _nothing(conversion, graph)
     with contextlib.ExitStack() as stack:
         if not progress.is_shown():
             from lokakern.render.terminal import TerminalProgress  # rich takes time to import
@@ -210,8 +214,15 @@ def tune(
             native.wait()  # warm calls become faster when it is there
             groups = groups_of(conversion, rows, trained)
             switch = Switch(conversion, groups)
-            timer = make_timer(step, switch, weight.device, graph)
-            search = _Search(groups, timer, rounds, limit)
+
+            def timed_step() -> object:
+                if timer.now() > deadline:
+                    raise OutOfTime
+                return step()
+
+            timer = make_timer(timed_step, switch, weight.device, graph)
+            deadline = math.inf if time_limit is None else timer.now() + time_limit
+            search = _Search(groups, timer, rounds, limit, deadline)
             with _many_variants():
                 off = search.run()
                 idle = idle_products(conversion, rows, trained, groups, off)
@@ -294,11 +305,12 @@ class _Search:
     """Finds the groups that are off at the end."""
 
     def __init__(
-        self, groups: Sequence[Group], timer: Timer, rounds: int, time_limit: float
-    ) -> None:
+        self, groups: Sequence[Group], timer: Timer, rounds: int, time_limit: float,
+        deadline: float,
+    ) -> None:  # fmt: skip
         self.groups, self.timer, self.rounds = groups, timer, rounds
         self.begun = timer.now()
-        self.until = self.begun + time_limit
+        self.until, self.deadline = self.begun + time_limit, deadline
         self.variants: set[Off] = set()
         self.before: Ratio | None = None
         self.after: Ratio | None = None
@@ -314,8 +326,29 @@ class _Search:
         everything: Off = frozenset(range(len(self.groups)))
         if not everything:
             return everything
+        try:
+            self.before = self._compare(everything, frozenset())
+        except OutOfTime:
+            raise MeasurementError(
+                f"tune: time_limit={self.until - self.begun:g} passed before the step was compared "
+                f"with nn.Linear's in {FEWEST_ROUNDS} rounds; expected more seconds, or a faster "
+                "step"
+            ) from None
+        try:
+            return self._searched(everything)
+        except OutOfTime:
+            # What was compared first is known to gain, or not; what came after is not.
+            self.is_timed_out = True
+            self._tried.clear()
+            if self.before.low <= 1:
+                return everything
+            self.after = self.before
+            return frozenset()
+
+    def _searched(self, everything: Off) -> Off:
+        """The groups that are off after each was tried."""
+        assert self.before is not None  # the first comparison
         best: Off = frozenset()
-        self.before = self._compare(everything, best)
         bundles = self._bundles()
         self._planned += len(bundles)
         for bundle in bundles:
@@ -387,7 +420,9 @@ class _Search:
             self._slowest = max(self._slowest, self.timer.prepare(variant))
             self.variants.add(variant)
         begun = self.timer.now()
-        found = compare(self.timer, one, other, rounds=self.rounds, until=self.until)
+        found = compare(
+            self.timer, one, other, rounds=self.rounds, until=self.until, deadline=self.deadline
+        )
         self._comparison_s = max(self._comparison_s, self.timer.now() - begun)
         self.timer.keep([v for v in (one, other, keep) if v is not None])
         self._done += 1

@@ -17,16 +17,19 @@ from lokakern.conversion.chain_spans import ChainSites, Span, words_of
 from lokakern.conversion.chains import PlannedChain
 from lokakern.conversion.paired_timing import Variant
 from lokakern.conversion.restored_state import DERIVED
-from lokakern.conversion.routes import GEMMS, Route
+from lokakern.conversion.routes import EMULATED, GEMMS, Route
 from lokakern.errors import UnsupportedError
-from lokakern.nn.chain_plan import steps_at
+from lokakern.nn.chain_plan import read_plan, steps_at
 from lokakern.nn.linear import CHAIN_DATA, CHAIN_SCALE, is_linear
 from lokakern.nn.module_scan import shape_of
 from lokakern.nn.norm_gradient import KERNEL as GRADIENT_KERNEL
 from lokakern.nn.raw_product import RawProduct
 from lokakern.nn.rectified import KERNEL as RELU_KERNEL
-from lokakern.nn.routed_matmul import PLAIN, kernel_at
+from lokakern.nn.routed_matmul import PLAIN, kernel_at, read_route
+from lokakern.registry.register import KERNELS
+from lokakern.selection.arguments import device_of
 from lokakern.selection.choice import Choice
+from lokakern.types import Device
 
 if TYPE_CHECKING:
     from lokakern.conversion.convert import Conversion
@@ -325,6 +328,36 @@ def start_again(conversion: Conversion) -> None:
         changed, names & changed.keys(), keep_classes=True,
         off_chains=conversion.over_limit_chains, has_relus=True,
     )  # fmt: skip
+
+
+def is_emulated(name: str, here: Device) -> bool:
+    """Whether a device runs no such kernel, but torch operations with the same rounding."""
+    return name in KERNELS and not KERNELS[name].runs_on(here)
+
+
+def refuse_emulation(conversion: Conversion) -> None:
+    """Raise UnsupportedError where a step would be timed with emulated kernels."""
+    weight = shape_of(next(iter(conversion.sites.values())).module)[3]
+    here = device_of(weight)
+    texts = (route.text for routes in conversion.untuned.values() for route in routes)
+    names = {name for text in texts if text for part in read_route(text)[1:] for _, name in part}
+    plans = (read_plan(chain.text) for span in conversion.spans for chain in span.plan.chains)
+    names |= {
+        step.kernel for plan in plans for part in plan[1:] for _, steps in part for step in steps
+    }
+    emulated = sorted(
+        name for name in names
+        if is_emulated(name, here) or (EMULATED in name and not here.is_gpu)  # forced kernels
+    )  # fmt: skip
+    if not emulated:
+        return
+    device = conversion._device_for(weight)
+    of, where = (device.product, "it") if device.is_gpu else ("GPUs", "a GPU")
+    place = here.product if here.is_gpu else "this CPU"
+    raise UnsupportedError(
+        f"tune: kernels of {of} are emulated on {place}, such as {emulated[0]}; times here say "
+        f"nothing of {where}: run tune on the GPU"
+    )
 
 
 def refuse_ranks(what: str) -> None:

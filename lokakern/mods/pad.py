@@ -35,6 +35,19 @@ class Pad(Mod):
     n: int = 16
     most_growth: float = 1.25
 
+    def sizes_of(self, n: int, k: int) -> tuple[int, int] | None:
+        """N and k of a layer with the zeros; None if they are multiples, or grow too much."""
+        wide_n, wide_k = self._wide(n, k)
+        is_left = (wide_n, wide_k) == (n, k) or wide_n * wide_k / (k * n) > self.most_growth
+        return None if is_left else (wide_n, wide_k)
+
+    def takes(self, layer: nn.Module) -> bool:
+        """Whether it is a layer of a kind that can be padded."""
+        return type(layer) in LINEARS_OF_ANY and not getattr(layer, "is_mixing", False)
+
+    def _wide(self, n: int, k: int) -> tuple[int, int]:
+        return -(-n // self.n) * self.n, -(-k // self.k) * self.k
+
     def edit(self, editor: Editor) -> None:
         if not all(isinstance(x, int) and x >= 1 for x in (self.k, self.n)):
             raise ShapeError(
@@ -44,11 +57,12 @@ class Pad(Mod):
         for name, layer in editor.modules(nn.Linear):
             assert isinstance(layer, nn.Linear)  # as filtered
             k, n = layer.in_features, layer.out_features
-            more = (-k % self.k, -n % self.n)
+            wide_n, wide_k = self._wide(n, k)
+            more = (wide_k - k, wide_n - n)
             if more == (0, 0):
                 continue
-            shape, wide = f"k={k} n={n}", f"k={k + more[0]} n={n + more[1]}"
-            growth = (k + more[0]) * (n + more[1]) / (k * n)
+            shape, wide = f"k={k} n={n}", f"k={wide_k} n={wide_n}"
+            growth = wide_k * wide_n / (k * n)
             reasons = {
                 NEVER_CALLED: id(layer) in uncalled,
                 f"it is a {type(layer).__name__}": type(layer) not in LINEARS_OF_ANY,

@@ -214,7 +214,8 @@ class ProbeReport:
         words += [f"{safeties[safety]} {safety}" for safety in SAFETIES if safeties[safety]]
         if self.device:
             wins = sum(v.is_worth_it for v in self.verdicts)
-            words.append(f"{wins} worth it on {self.device}")
+            is_timed = any(v.bf16_us for v in self.verdicts)
+            words.append(f"{wins} worth it on {self.device}" if is_timed else NOT_TIMED)
         words += [f"{len(self.unseen)} without a verdict"] if self.unseen else []
         return f"ProbeReport({', '.join(words)}, within {self.budget})"
 
@@ -292,9 +293,14 @@ class ProbeReport:
 
     @property
     def summary(self) -> str:
-        """How much time would be saved; "" where nothing was timed."""
+        """How much time would be saved, or that no size was timed; "" without a measured device."""
         if self.saved_share is None:
-            return ""
+            if self.device not in {device.product for device in dispatcher.snapshot().devices}:
+                return ""
+            return (
+                f"{self.device}: none of these sizes was timed; `explain --probe FILE --training` "
+                "predicts them"
+            )
         timed, every = (
             sum(j.calls * math.prod(j.verdict.shape) for j in some)
             for some in ([j for j in self._judged if j.verdict.bf16_us], self._judged)
@@ -310,10 +316,12 @@ class ProbeReport:
         """Print a table."""
         from lokakern.render.terminal import print_rows
 
-        no = "no " if self.saved_share is None else ""
-        where = f", {no}times of {self.device}" if self.device else ""
+        summary = self.summary
+        where = ""
+        if self.device and (self.saved_share is not None or not summary):
+            where = f", {'no ' if self.saved_share is None else ''}times of {self.device}"
         unseen = [f"no verdict on {name}: {why}" for name, why in self.unseen.items()]
-        note = "\n".join(line for line in (self.summary, *unseen) if line)
+        note = "\n".join(line for line in (summary, *unseen) if line)
         print_rows(self.rows(), "table", title=f"within {self.budget}{where}", note=note)
 
     def to_json(self) -> str:

@@ -14,7 +14,7 @@ from lokakern.registry.libraries import named, plugin_of, why_not_tried
 from lokakern.registry.register import KERNELS, Kernel, fp8_format
 from lokakern.registry.staleness import is_current
 from lokakern.selection.ties import is_unsteady, margin_us
-from lokakern.types import Device, Environment, Granularity, Problem
+from lokakern.types import REALISTIC_DISTRIBUTIONS, Device, Environment, Granularity, Problem
 
 if TYPE_CHECKING:
     from lokakern.registry.schema.records import KernelRow
@@ -612,8 +612,13 @@ def _bounds_or_reason(
     if missing and cells and not usable:
         return "error is stale: the kernel changed since it was measured"
     if missing:
-        some = f", and with fewer on {', '.join(few)}: run the sweep again" if few else ""
-        return f"error not measured on {', '.join(missing)} ({FEWEST_SEEDS} seeds{some})"
+        fewer = "them" if few == missing else ", ".join(few)
+        some = f", and with fewer on {fewer}: run the sweep again" if few else ""
+        count = len(REALISTIC_DISTRIBUTIONS)
+        on = ", ".join(missing)
+        if set(missing) >= set(REALISTIC_DISTRIBUTIONS):
+            on = f"any of the {count} realistic distributions"
+        return f"error not measured on {on} ({FEWEST_SEEDS} seeds{some})"
     if incomparable:
         return (
             f"error on {', '.join(incomparable)} is only imported, and nothing is known here to "

@@ -531,7 +531,9 @@ def _build(
         reasons = "; ".join(f"{name}: {why}" for name, why in rejected if name in cells)
         told = f"no time at {sizes_of(problem)}, {regime}, counts: {reasons}" if cells else ""
         # A search among all measured problems, which few misses need: not before it is asked for.
-        instead = functools.cache(lambda: told or measured_instead(facts, problem, target, timed))
+        instead = functools.cache(
+            lambda: told or measured_instead(facts, problem, target, timed, regime)
+        )
     candidates, padded = with_padded_rows(
         problem, candidates, evidence, timed, is_compiled=regime in COMPILER_PADS
     )

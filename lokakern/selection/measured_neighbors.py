@@ -14,10 +14,13 @@ _MOST_NEIGHBORS = 3  # in a message
 _SHAPE = ("op", "m", "n", "k")
 
 
-def measured_instead(facts: Snapshot, problem: Problem, device: Device, regime: str) -> str:
+def measured_instead(
+    facts: Snapshot, problem: Problem, device: Device, timed: str, regime: str
+) -> str:
     """The measured problems that differ least, which attributes differ, and arguments for them.
 
-    Those with the same n and k come first.
+    Those with the same n and k come first. ``timed`` is the regime of times, ``regime`` the one
+    that was asked for, such as "compiled", for which times of another count.
 
     Returns:
         Such as "n=512 k=512 was measured on NVIDIA H200 only with bias (epilogue differs): ask with
@@ -29,7 +32,7 @@ def measured_instead(facts: Snapshot, problem: Problem, device: Device, regime: 
         names = _differing(asked, other)
         words = [_words(name, other) for name in names]
         attributes = _attributes(names, asked, other)
-        if its_regime != regime:
+        if its_regime != timed:
             words.append((f"in {its_regime}", f"regime={its_regime!r}"))
             attributes.append("regime")
         if not words:
@@ -37,7 +40,7 @@ def measured_instead(facts: Snapshot, problem: Problem, device: Device, regime: 
         told, way = " ".join(w for w, _ in words), ", ".join(a for _, a in words)
         found[tuple(words)] = f"{told} ({_differ(attributes)})", way
     if not found:
-        return _nearest(facts, asked, device, regime)
+        return _nearest(facts, asked, device, timed, regime)
     few = min(map(len, found))
     nearest = sorted(told for words, told in found.items() if len(words) == few)[:_MOST_NEIGHBORS]
     ways = dict.fromkeys(way for _, way in nearest)
@@ -47,9 +50,9 @@ def measured_instead(facts: Snapshot, problem: Problem, device: Device, regime: 
     )
 
 
-def _nearest(facts: Snapshot, asked: Problem, device: Device, regime: str) -> str:
+def _nearest(facts: Snapshot, asked: Problem, device: Device, timed: str, regime: str) -> str:
     """The nearest problem with another n or k."""
-    other = facts.timed_nearest(device, asked, regime)
+    other = facts.timed_nearest(device, asked, timed)
     if other is None:
         return ""
     names = _differing(asked, other)

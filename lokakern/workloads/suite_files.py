@@ -228,8 +228,9 @@ def layers_from_file(path: str | Path) -> list[Layer]:
 
 
 def _table_of(path: Path) -> dict[str, Any]:
+    text = read_text(path)
     try:
-        table = tomllib.loads(read_text(path))
+        table = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # too many brackets
         raise SuiteError(f"suite {path}: is not TOML: {error}") from None
     check_keys(table, FILE_KEYS, f"suite {path}")

@@ -374,7 +374,7 @@ class Snapshot:
             known = ", ".join(map(repr, measured)) or "none"
             if without_times:
                 known += f", and without times {', '.join(map(repr, without_times))}"
-            meant = did_you_mean(name, [*measured, *without_times], "nvidia |amd instinct |amd ")
+            meant = did_you_mean(name, [*measured, *without_times], r"nvi\w* |amd instinct |amd ")
             raise DeviceError(
                 f"device {name!r} is in no database; {meant}known are {known}; measure it with "
                 "`python -m lokakern.bench sweep` there"

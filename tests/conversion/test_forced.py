@@ -373,10 +373,16 @@ def test_a_check_lists_errors_without_warnings() -> None:
     assert all(0.01 < row["row_err"] < 0.1 for row in found.checks)
 
 
+def test_float32_layers_are_quantized_under_autocast_alone() -> None:
+    for dtype, words in ((torch.bfloat16, ""), (torch.float32, " under bfloat16 autocast")):
+        found = lokakern.convert(model_of(dtype), kernels={"output": "row"})
+        assert f", 2 of 6 products quantized{words}, kernels" in repr(found)
+
+
 def test_all_products_become_a_suite_to_sweep() -> None:
     text = lokakern.convert(model_of(), kernels="row").suite([256])
-    # The last layer also in the sizes of its padded rows.
-    assert text.count("[[layer]]") == 3 and f"n = {N}\nk = {K}\n" in text
+    # The last layer, with one output, not with padded rows: `mods.Pad` leaves it alone.
+    assert text.count("[[layer]]") == 2 and f"n = {N}\nk = {K}\n" in text
 
 
 def test_changed_layers_have_forced_kernels_for_their_sizes() -> None:

@@ -6,6 +6,7 @@ import copy
 import functools
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,11 @@ def test_the_layer_that_costs_the_loss_goes(known: Book) -> None:
     assert gains == sorted(gains) and gains[2] == 15.0 and gains[-1] == 20.0
     why = handle.sites[EVERY[2]].routes[0].why
     assert why == f"the loss may rise by {limit:.1e} at most"
+    whys = [row["why"] for row in found.rows]
+    assert (
+        whys[2] == f"change {changes[EVERY[2]]:+.1e} > {limit:.1e} on the first half of the batches"
+    )
+    assert whys[:2] == ["", ""] and "not confirmed on the second" in found.summary
 
 
 def test_a_product_in_fp8_in_eager_calls_alone_is_marked() -> None:
@@ -195,6 +201,33 @@ def test_the_second_half_of_the_batches_has_a_say(known: Book) -> None:
     handle = convert(model, 0.06)
     found = handle.limit_loss(loss, range(8), relative=1.0)
     assert not in_fp8(handle) and found.change.mean == 0.0
+    words = r"change \+.* > 1.0e\+00 on the second half of the batches(, with \d more in FP8)?"
+    assert all(re.fullmatch(words, row["why"]) for row in found.rows)
+
+
+def test_an_interval_that_is_too_wide_is_the_reason(known: Book) -> None:
+    """The mean is within the limit, its upper end is not, on the second half alone."""
+    model, seen = model_of(), batches()
+    plain = model_of().double()
+    shares = (1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 3.0)
+
+    def loss(place: int) -> Tensor:
+        distance = (model(seen[place]) - plain(seen[place].double())).square().mean()
+        return 1.0 + shares[place] * distance
+
+    handle = convert(model, 0.06)
+    wide = handle.limit_loss(loss, range(8), relative=1.0)
+    limit = 1.2 * wide.before.high
+    found = handle.limit_loss(loss, range(8), relative=limit)
+    dropped = [row["why"] for row in found.rows if not row["kept"]]
+    assert any(
+        re.fullmatch(
+            rf"upper end (.*) > {limit:.1e} on the second half of the batches"
+            r"(, with \d more in FP8)?; more batches would narrow it",
+            why,
+        )
+        for why in dropped
+    ), dropped
 
 
 def test_tuning_and_files_leave_out_what_the_limit_gave_up(known: Book, tmp_path: Path) -> None:
@@ -304,7 +337,10 @@ def test_products_at_other_rows_are_named(known: Book) -> None:
     assert (other.name, other.kernels, other.least_m, other.rows) == (EVERY[1], (ROW,), M, (17,))
     words = "quantized at m=64; the batches have 17 rows: not judged"
     assert found.rows[1]["why"] == f"{words}, stays in FP8" == other.why and found.rows[1]["kept"]
-    assert found.rows[0]["why"] == "" and found.rows[0].keys() == found.rows[1].keys()
+    assert (
+        "the first half of the batches" in found.rows[0]["why"]
+        and found.rows[0].keys() == found.rows[1].keys()
+    )
     assert (
         "0 of 1 products and chains kept" in found.summary
         and "; 1 not judged: their rows are others than those of the batches (17);" in found.summary
@@ -442,7 +478,7 @@ def test_what_cannot_be_limited(known: Book) -> None:
     model = model_of()
     handle, loss = convert(model, 0.06), loss_by(model)
     for relative in (0.0, -1.0, math.nan, math.inf, "1"):
-        with pytest.raises(MeasurementError, match="expected more than 0"):
+        with pytest.raises(MeasurementError, match="expected a finite number above 0"):
             handle.limit_loss(loss, batches(), relative=relative)  # type: ignore[arg-type]
     with pytest.raises(MeasurementError, match="there are 3 batches; expected at least 4"):
         handle.limit_loss(loss, batches(3))

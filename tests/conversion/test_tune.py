@@ -18,6 +18,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import lokakern
+from lokakern.conversion import tune as tune_module
 from lokakern.conversion.convert import Conversion
 from lokakern.conversion.paired_timing import Ratio, StepTimer, Variant, compare, interval
 from lokakern.conversion.tune import Tuning, tune
@@ -373,13 +374,77 @@ def test_a_layout_that_stays_keeps_the_product_for_other_rows(book: Book) -> Non
     assert not found.idle and model[6].is_held
 
 
-def test_the_real_timer_times_a_step(known: Book) -> None:
-    """Which of them is faster is not known here."""
+def test_the_real_timer_times_a_step(known: Book, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which of them is faster is not known here, where kernels are emulated."""
     model = model_of()
     handle = convert(model, 0.06)
-    found = handle.tune(training_step(model), rounds=8, time_limit=0.0)
+    monkeypatch.setattr(tune_module, "refuse_emulation", lambda _conversion: None)
+    monkeypatch.setitem(tune_module.TIME_LIMIT_S, False, 0.0)
+    found = handle.tune(training_step(model), rounds=8)
     assert found.before is not None and 0 < found.before.low <= found.before.high
     assert found.before.one_us > 0 and found.variants == 2
+
+
+@pytest.mark.parametrize("kernels", [None, "row"])
+def test_emulated_kernels_are_not_timed(known: Book, kernels: str | None) -> None:
+    """Forced kernels of a CPU are emulations, too."""
+    model = model_of()
+    handle = convert(model, 0.06) if kernels is None else lokakern.convert(model, kernels=kernels)
+    before = quantized(handle)
+
+    def step() -> None:
+        raise AssertionError("the step ran")
+
+    of = "NVIDIA H200" if kernels is None else "GPUs"
+    with pytest.raises(UnsupportedError, match=f"kernels of {of} are emulated on this CPU, such"):
+        handle.tune(step)
+    assert quantized(handle) == before and before
+
+
+def test_a_time_limit_cuts_comparisons_off(known: Book) -> None:
+    """Variants of 10 s: two of the first comparison, a third for the first group."""
+    gains = {"output": 2.0, "grad_input": 2.0, "grad_weight": -3.0}
+    calls: list[float] = []
+    for limit, is_refused in ((15.0, True), (20.01, True), (29.0, False)):
+        model = model_of()
+        handle = convert(model, 0.06)
+        script = Script(handle, cost_of(gains), prepare_s=10.0)
+
+        def step(model: nn.Module = model, script: Script = script) -> None:
+            calls.append(script.seconds)
+            training_step(model)()
+
+        calls.clear()
+        with (
+            pytest.raises(MeasurementError, match=f"time_limit={limit:g} passed before")
+            if (is_refused)
+            else contextlib.nullcontext()
+        ):
+            found = tune(handle, step, make_timer=script, time_limit=limit)
+        assert max(calls) <= limit and script.seconds <= limit + 10.0
+        assert len(quantized(handle)) == 3  # as before, or as first compared
+    assert found.is_timed_out and found.after == found.before
+    assert {t.gain for t in found.groups} == {None}
+
+
+def test_an_outcome_that_is_cut_off_is_that_of_the_first_comparison(known: Book) -> None:
+    """All groups are on if they gained together; a group that was dropped is on again."""
+    gains = {"output": 2.0, "grad_input": -1.0, "grad_weight": 3.0}
+    for more, kept in ((0.0, 3), (-9.0, 0)):
+        model = model_of()
+        handle = convert(model, 0.06)
+        script = Script(handle, cost_of({**gains, "output": 2.0 + more}), prepare_s=10.0)
+        prepare = script.prepare
+
+        def slow(variant: Variant, prepare: Any = prepare, script: Script = script) -> float:
+            script.prepare_s = 10.0 if len(script.prepared) < 3 else 1000.0
+            return float(prepare(variant))
+
+        script.prepare = slow  # type: ignore[method-assign]
+        found = tune(handle, training_step(model), make_timer=script, time_limit=80.0)
+        assert found.is_timed_out and len(quantized(handle)) == kept
+        assert (found.after is None) == (not kept)
+        assert not any("it gains in place" in row["why"] for row in found.rows)
 
 
 def test_without_fp8_a_cpu_runs_no_step() -> None:
@@ -470,8 +535,10 @@ def test_what_cannot_be_tuned_is_refused(known: Book, monkeypatch: pytest.Monkey
     step = training_step(model)
     with pytest.raises(MeasurementError, match="rounds is 3; expected at least 8"):
         handle.tune(step, rounds=3)
-    with pytest.raises(MeasurementError, match="graph=True needs a GPU"):
-        handle.tune(step, graph=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(tune_module, "refuse_emulation", lambda _conversion: None)
+        with pytest.raises(MeasurementError, match="graph=True needs a GPU"):
+            handle.tune(step, graph=True)
     assert len(quantized(handle)) == 3
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)

@@ -393,6 +393,7 @@ def test_formats_of_a_gpu_that_nobody_measured_are_judged_by_the_operands(
     report.table()
     assert "within row_err 0.06, no times of NVIDIA B200" in capsys.readouterr().out
     assert "no times of NVIDIA B200" in page_of(report.content())
+    assert "not timed" in repr(report) and "worth it" not in repr(report)
     output = report.verdicts[0]
     assert {"nvfp4", "mxfp4", "1x32", "row", "int8", "int4-weight"} <= {
         c.scales for c in output.classes

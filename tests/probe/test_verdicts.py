@@ -19,7 +19,7 @@ from lokakern import numerics
 from lokakern.errors import UnknownNameError, UnsupportedError
 from lokakern.probe import fingerprint
 from lokakern.probe.problems import Replayed
-from lokakern.probe.report import Judged, ProbeReport
+from lokakern.probe.report import Judged, ProbeReport, page_of
 from lokakern.probe.session import Probe
 from lokakern.probe.statistics import SiteStatistics
 from lokakern.probe.verdicts import Verdict, verdicts_of
@@ -343,7 +343,7 @@ def test_unpromoted_sums_are_judged_separately(monkeypatch: pytest.MonkeyPatch) 
     assert [c.scales for c in found.classes] == ["row"]
 
 
-def test_times_come_from_a_shipped_file() -> None:
+def test_times_come_from_a_shipped_file(capsys: pytest.CaptureFixture[str]) -> None:
     """The H200's: FP8 is faster at 8192 x 4096 x 4096, and slower at 2048 x 512 x 512."""
     errors = [replayed(scales=s) for s in (Granularity.ROW, Granularity.TENSOR)]
     errors.append(replayed(scales=Granularity.NONE, row_err=0.002))
@@ -365,6 +365,12 @@ def test_times_come_from_a_shipped_file() -> None:
                         bf16_us=None), {}, 1)], ErrorBudget(row_err=0.06), H200)  # fmt: skip
     assert f"of the GEMMs that were timed, {share:.0%} of the FLOPs, in bf" in both.summary
     assert "explain --probe" in both.summary
+    none = ProbeReport([Judged(unknown, {}, 1)], ErrorBudget(row_err=0.06), H200)
+    assert none.summary.startswith(f"{H200}: none of these sizes was timed; `explain --probe")
+    none.table()
+    out = capsys.readouterr().out
+    assert none.summary in out and "no times" not in out + page_of(none.content())
+    assert ", not timed, within" in repr(none) and "2 worth it on" in repr(both)
     alone = ProbeReport([Judged(large, {}, 1)], ErrorBudget(row_err=0.06), H200)
     assert alone.summary.endswith("of the time of these GEMMs in bfloat16 would be saved")
 

@@ -322,6 +322,7 @@ def test_a_device_of_torch_is_the_one_here(
         ("cuda:0", "device is 'cuda:0'; expected a product such as 'NVIDIA H200', a torch.device"),
         ("NVIDIA H20", "'NVIDIA H20' is in no database; did you mean 'NVIDIA H200'? known are"),
         ("h200", "did you mean 'NVIDIA H200'?"),
+        ("NVIDA H200", "did you mean 'NVIDIA H200'?"),
         ("NVIDIA L40S", "'NVIDIA L40S' is in no database; known are"),
         ("TPU", "device 'TPU' is in no database; known are 'NVIDIA H200'"),
     ],

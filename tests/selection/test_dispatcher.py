@@ -470,8 +470,10 @@ def write_with_a_noisy_time(book: Book, *, bf16: float, noisy: float) -> None:
 def test_fewer_than_three_seeds_do_not_count(book: Book) -> None:
     book.write(*measured(errors={"seeds": (0, 1)}))
     assert ask().kernel == BF16
-    assert "(3 seeds, and with fewer on X1, " in ask().rejected[ROW]
-    assert ask().rejected[ROW].startswith("error not measured on X1, ")
+    why = ask().rejected[ROW]
+    count = len(REALISTIC_DISTRIBUTIONS)
+    assert why.startswith(f"error not measured on any of the {count} realistic distributions (3")
+    assert "(3 seeds, and with fewer on them: run the sweep again)" in why
 
 
 def test_a_fresh_failure_outweighs_a_stale_time(book: Book) -> None:

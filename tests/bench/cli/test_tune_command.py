@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from lokakern.bench.cli.main import app
+from lokakern.conversion import tune as conversion_tune
 from lokakern.conversion import tuning_file
+from lokakern.conversion.variants import refuse_emulation
 from lokakern.selection import dispatcher
 from tests.support.conversions import measured
 from tests.support.measurements import Book
@@ -41,9 +43,15 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Iterator[Run]:
+def run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Run]:
+    """The command; kernels are emulated here, which is else refused."""
     database = tmp_path / "rows.sqlite"
     Book(database).write(*measured())
+
+    monkeypatch.setattr(conversion_tune, "refuse_emulation", lambda _conversion: None)
+    monkeypatch.setattr(conversion_tune, "TIME_LIMIT_S", {True: 0.0, False: 0.0})
 
     def tune(*words: object) -> tuple[int, str, str]:
         capsys.readouterr()
@@ -65,7 +73,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     sys.modules.pop("somebodys_models", None)
 
 
-QUICK = ("--rounds", 8, "--time-limit", 0)
+QUICK = ("--rounds", 8)
 
 
 def test_a_model_is_tuned_and_its_outcome_saved(
@@ -89,6 +97,15 @@ def test_a_model_is_tuned_and_its_outcome_saved(
     handle = module.convert(module.model(), tuned=out)
     dropped = {row["gemm"] for row in found["groups"] if not row["kept"]} - {"relu"}
     assert {r.gemm for r in handle.sites["0"].routes if not r.text} == dropped
+
+
+def test_emulated_kernels_are_refused(
+    run: Run, models: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conversion_tune, "refuse_emulation", refuse_emulation)
+    out = tmp_path / "tuned.json"
+    code, text, err = run(f"{models}:tuned", *QUICK, "--out", out)
+    assert (code, text) == (1, "") and "emulated on this CPU" in err and not out.exists()
 
 
 def test_a_table_and_csv_are_printed(run: Run, models: str) -> None:

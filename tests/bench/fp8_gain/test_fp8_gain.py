@@ -73,6 +73,14 @@ def ranker(): return Ranker(), (torch.zeros(8192, 512), torch.zeros(8192, dtype=
 def tower():
     layers = nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1)
     return nn.Sequential(*layers).bfloat16(), torch.zeros(8192, 1024).bfloat16()
+def unaligned():
+    model = nn.Sequential(nn.Linear(1500, 1500), nn.ReLU(), nn.Linear(1500, 1)).bfloat16()
+    return model, torch.zeros(8192, 1500).bfloat16()
+def padded():
+    from lokakern import mods
+    model, x = unaligned()
+    mods.apply(model, [mods.Pad(16)])
+    return model, x
 def reader(): return Reader(), torch.zeros(16, 512)
 def valued():
     size = int(torch.ones(1).item())
@@ -128,6 +136,7 @@ def test_layers_and_totals_are_printed(run: Run, tmp_path: Path) -> None:
     assert code == 0
     found = json.loads(out)
     big, small, odd = found["layers"]
+    assert odd["why"].startswith("nothing was measured at n=77 k=99, compiled, on NVIDIA H200;")
     choice = lokakern.dispatch("gemm", (8192, 512, 512), 0.06, device="NVIDIA H200")
     assert (small["kernel"], small["us"]) == (choice.kernel, choice.latency_us)
     assert small["kernel"] == "torch.bf16"
@@ -236,12 +245,38 @@ def test_missing_measurements_become_a_suite(run: Run, tmp_path: Path) -> None:
     code, _, err = run("--shapes", path, *H200, "--missing", suite)
     assert (code, "sweep --suite" in err) == (0, True)
     cases = suite_from_file(suite).build(Format.E4M3FN)
-    assert {case.problem.shape for case in cases} == {(64, 77, 99)}
-    (again,) = json.loads(run("--shapes", suite, *H200, "--json")[1])["layers"]
-    assert (again["layer"], again["count"]) == ("b, c", 5)
+    # Also with rows that are padded by a compiler, and by Pad(16).
+    assert {case.problem.shape for case in cases} == {(64, 77, 99), (64, 80, 104), (64, 80, 112)}
+    again = json.loads(run("--shapes", suite, *H200, "--json")[1])["layers"]
+    assert [(row["layer"], row["count"]) for row in again] == [("b, c", 5)] * 3
     code, _, err = run("--shapes", path, *H200, "--missing", tmp_path / "no" / "more.toml")
     assert code == 1
     assert "cannot be written: No such file or directory" in err
+
+
+@pytest.mark.parametrize("training", [(), ("--training",)])
+def test_what_pad_gains_is_told_with_the_sum_of_padded_sizes(
+    run: Run, factories: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, training: tuple[str]
+) -> None:
+    monkeypatch.setenv("LOKAKERN_PREDICT", "1")
+    dispatcher.use_snapshot(None)
+    more = (*H200, *training)
+    suite = tmp_path / "more.toml"
+    found = json.loads(run("--model", f"{factories}:unaligned", *more, "--missing", suite,
+                           "--json")[1])  # fmt: skip
+    (line,) = [note for note in found["notes"] if "mods.Pad" in note]
+    padded = json.loads(run("--model", f"{factories}:padded", *more, "--json")[1])
+    us = [x["total"]["predicted"]["us"] for x in (found, padded)]
+    assert line.startswith("lokakern.mods.Pad(16), before convert, aligns the rows of 0 (n=1504 "
+                           f"k=1504): predicted {us[1]:.1f} us by the choices then, instead of "
+                           f"{us[0]:.1f}, ")  # fmt: skip
+    assert us[1] < 0.97 * us[0] and "mods.Pad" not in " ".join(padded["notes"])
+    problems = [case.problem for case in suite_from_file(suite).build(Format.E4M3FN)]
+    sizes = {(p.n, p.k) for p in problems if p.op == "gemm"}
+    # Pad leaves the layer with one output alone.
+    assert (1504, 1504) in sizes and not sizes & {(8, 1504), (16, 1504)}
+    out = run("--model", f"{factories}:unaligned", *more)[1]
+    assert "..." not in out and line in out
 
 
 def test_suites_and_json_are_read(tmp_path: Path) -> None:
@@ -348,7 +383,7 @@ def test_what_convert_chooses_otherwise_is_told(
     dispatcher.use_snapshot(None)
     path = shapes_file(tmp_path, "8192,777,512,,n", "16384,2064,2001,,k", "16384,2064,2000,,even")
     found = json.loads(run("--shapes", path, *H200, "--json", "--regime", "graph-cold")[1])
-    rows, words = found["layers"], found["notes"][-1]
+    rows, words = found["layers"], found["notes"][-2]
     assert all("scaled" in row["kernel"] and row["state"] == "predicted" for row in rows)
     assert words.startswith("Times are of the regime graph-cold; that of convert is by default")
     assert "compiled: --regime compiled. Predicted in FP8" in words
