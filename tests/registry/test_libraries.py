@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -27,6 +28,7 @@ from lokakern.bench.cli.main import app
 from lokakern.bench.report import library_smoke, listing
 from lokakern.build.prebuild import load_interpreted
 from lokakern.device import current_device
+from lokakern.measure.time_problem import check_case
 from lokakern.problems import make_problem
 from lokakern.registry import digests, libraries, register
 from lokakern.registry.libraries import LIBRARIES, Library, Package, Trial
@@ -44,7 +46,9 @@ from lokakern.types import (
     Problem,
     Rejected,
 )
-from lokakern.workloads.gemm_cases import scaled_gemm_cases
+from lokakern.workloads.distributions import learned
+from lokakern.workloads.edge_values import POSITIVE
+from lokakern.workloads.gemm_cases import Case, scaled_gemm_cases
 
 load_kernels()
 ROOT = Path(__file__).resolve().parents[2]
@@ -499,6 +503,64 @@ def taking(op: str, scales: Granularity) -> Callable[..., Accepted | Rejected]:
     return supports
 
 
+def bfloat16_sums(left: Tensor, right: Tensor) -> Tensor:
+    """A product whose sums are rounded to bfloat16 every 128 of k."""
+    sums = torch.zeros(len(left), right.shape[1])
+    for start in range(0, left.shape[1], 128):
+        within = slice(start, start + 128)
+        sums = (sums + left[:, within] @ right[within]).bfloat16().float()
+    return sums
+
+
+def tensor_core_sums(left: Tensor, right: Tensor, promoted_every: int) -> Tensor:
+    """A product as by an FP8 tensor core of Hopper.
+
+    32 products and the running sum are lined up with the largest and cut at 14 bits; float32 takes
+    over after so many of k.
+    """
+    sums = running = torch.zeros(len(left), right.shape[1], dtype=torch.float64)
+    for start in range(0, left.shape[1], 32):
+        products = left[:, start : start + 32, None] * right[None, start : start + 32]
+        terms = torch.cat([running[:, None], products.double()], 1)
+        last_bit = torch.exp2(terms.abs().amax(1, keepdim=True).log2().floor() - 13)
+        running = ((terms / last_bit).trunc() * last_bit).sum(1)
+        if (start + 32) % promoted_every == 0:
+            sums, running = (sums + running).float().double(), torch.zeros_like(running)
+    return (sums + running).float()
+
+
+@pytest.mark.parametrize("out_format", [Format.FLOAT32, Format.BFLOAT16])
+@pytest.mark.parametrize(
+    ("product", "status"),
+    [
+        (functools.partial(tensor_core_sums, promoted_every=128), "ok"),
+        (functools.partial(tensor_core_sums, promoted_every=1 << 14), "wrong"),
+        (bfloat16_sums, "wrong"),
+    ],
+    ids=["promoted", "never promoted", "bfloat16"],
+)
+def test_sums_of_positive_values_tell_promoted_ones_from_others(
+    library: Library, product: Callable[..., Tensor], status: str, out_format: Format
+) -> None:
+    def launch(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor,
+               _bias: None, _workspace: tuple[()]) -> None:  # fmt: skip
+        out.copy_(product(a.float(), b.float()) * a_scale * b_scale)
+
+    kernel = replace(
+        kernel_of(library), op="scaled_gemm", launch=launch,
+        granularity=Granularity.ROW, b_granularity=Granularity.ROW, accumulation="promoted",
+        kernel_err_bound=register.PROMOTED_KERNEL_ERR_BOUND,
+    )  # fmt: skip
+    case = Case.of(
+        "scaled_gemm", library_smoke.SUMMED["scaled_gemm"][0], POSITIVE.name,
+        a=Operand(Format.E4M3FN, Granularity.ROW), out_format=out_format,
+    )  # fmt: skip
+    judged = library_smoke._within_trial_bound(kernel, case, H200)
+    with learned(POSITIVE):
+        record = check_case(case, judged, current_device())
+    assert record.status == status, record.reason
+
+
 @pytest.mark.parametrize(
     ("rule", "words"),
     [
@@ -510,7 +572,13 @@ def taking(op: str, scales: Granularity) -> Callable[..., Accepted | Rejected]:
         ("long k", "at scaled_gemm m=35 n=40 k=4100"),
         ("many rows", "at scaled_gemm m=2100 n=24 k=40"),
         ("many tiles", "only rows from 512 of 700, past the last whole 256; only columns"),
-        ("float32 out", "out=float32: a [67, 200]"),
+        ("float32 out", "all are bfloat16 numbers, as if rounded before they are written at"),
+        ("bfloat16 sums", " %: sums or scales are rounded, or products left out at"),
+        (
+            "drift",
+            "at scaled_gemm m=16 n=24 k=16384 a=e4m3fn/row b=e4m3fn/row out=float32 with "
+            "positive values: a [16, 16384]",
+        ),
         ("e5m2", "a=e5m2/row b=e4m3fn/row bias out=bfloat16: a ["),
         ("row", "writes 256 elements outside of out [256, 256], the first at row 256, column 0"),
     ],
@@ -531,17 +599,20 @@ def test_scaled_gemms_of_plugins_are_tried_on_all_strides(
             right = right.roll(1, 1)
         if rule == "long k":
             left = left[:, :4096]
-        wide = left @ right[: left.shape[1]] * a_scale * b_scale
+        if rule == "bfloat16 sums" or (rule == "drift" and k > 8192):
+            wide = bfloat16_sums(left, right) * a_scale * b_scale
+        else:
+            wide = left @ right[: left.shape[1]] * a_scale * b_scale
         if rule == "many rows":
             wide[2048:] = 0
         if rule == "many tiles":
             wide[512:, 512:] = 0
-        if rule == "float32 out" and out.dtype is torch.float32:
-            wide = wide.bfloat16().float()
         if rule == "e5m2" and a.dtype is torch.float8_e5m2:
             wide = a.view(torch.float8_e4m3fn).float() @ right * a_scale * b_scale
         target = out.as_strided((m, n), (n, 1)) if rule == "out" else out
         target.copy_(wide if bias is None else wide + bias.float())
+        if rule == "float32 out":
+            target.copy_(target.bfloat16())
         begin, stride = out.storage_offset(), out.stride()
         if rule == "gaps" and stride[0] > n:
             out.as_strided((m, 1), stride, begin + n).zero_()
@@ -550,7 +621,8 @@ def test_scaled_gemms_of_plugins_are_tried_on_all_strides(
 
     kernel = replace(
         kernel_of(library), op="scaled_gemm", launch=launch,
-        granularity=Granularity.ROW, b_granularity=Granularity.ROW,
+        granularity=Granularity.ROW, b_granularity=Granularity.ROW, accumulation="promoted",
+        kernel_err_bound=register.PROMOTED_KERNEL_ERR_BOUND,
         supports_problem=taking("scaled_gemm", Granularity.ROW),
     )  # fmt: skip
     outcome = library_smoke._outcome_of(kernel, lambda _: None)
@@ -649,7 +721,7 @@ def test_a_gemm_that_quantizes_inside_is_told_to_declare_it(
     assert hint in library_smoke._outcome_of(kernel, lambda _: None)
     declared = replace(kernel, granularity=Granularity.ROW, b_granularity=Granularity.ROW)
     outcome = library_smoke._outcome_of(declared, lambda _: None)
-    assert outcome == "right (to m=2100, n=600, k=4100; also float32)"
+    assert outcome == "right (to m=2100, n=600, k=8064; also float32)"
 
 
 def test_a_trial_says_its_limit(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
