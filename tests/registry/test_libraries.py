@@ -694,7 +694,7 @@ def test_quantizers_of_plugins_are_tried_on_float32_and_slices(
         "float32": "TypeError: not bfloat16 at quantize m=67 k=200 a=float32",
         "long": ", column 4096: 0, not ",
         "many": "at quantize m=520 k=40",
-        "scale": "writes 1 elements outside of scale [256, 1], the first at row 256, column 0",
+        "scale": "writes 1 element outside of scale [256, 1], the first at row 256, column 0",
         "e5m2": "at quantize m=67 k=200 a=bfloat16 out=e5m2/row: x [67, 200]",
         "turned": "at quantize m=67 k=200 a=bfloat16/column-major/align2 out=e4m3fn/row",
         "strides": "a=bfloat16 out=e4m3fn/row with gaps between rows of x: x [67, 200]",
