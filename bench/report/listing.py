@@ -123,7 +123,7 @@ def kernels_named(word: str, rows: list[Row]) -> list[Row]:
     found = [row for row in rows if word.lower() in row["kernel"].lower()]
     if not found:
         near = did_you_mean(word, (row["kernel"] for row in rows))
-        if (plugin := libraries.plugin_of(word)) is not None:
+        if (plugin := libraries.plugin_meant(word)) is not None:
             here = [row for row in rows if row["kernel"] == f"(plugin {plugin.name})"]
             words = [f"plugin {plugin.name} is {row['state']}: {row['why']}; " for row in here]
             near = "".join(words) or near

@@ -28,6 +28,7 @@ from lokakern.bench.cli.main import app
 from lokakern.bench.report import library_smoke, listing
 from lokakern.build.prebuild import load_interpreted
 from lokakern.device import current_device
+from lokakern.errors import UnknownNameError
 from lokakern.measure.time_problem import check_case
 from lokakern.problems import make_problem
 from lokakern.registry import digests, libraries, register
@@ -423,8 +424,29 @@ def test_prebuild_says_that_a_plugin_failed_in_the_interpreter(
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     load_interpreted()  # imports nothing
     assert sweep._why_none([], H200, ["some."]) == (
-        "some was tried in the interpreter only: try it on NVIDIA H200; "
+        "plugin some was tried in the interpreter only: try it on NVIDIA H200; "
     )
+
+
+def test_a_part_of_a_name_means_a_plugin_that_changed(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kernels are not imported, so their names are unknown; that of its module is pytest."""
+    monkeypatch.setattr(libraries, "plugins", lambda: {"some": library})
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    libraries.keep_trial(library, current_device(), Trial(right=1))
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert not libraries.is_changed(library, current_device())
+    monkeypatch.setattr(libraries, "_state_of", lambda _library: "another")
+    way = "" if current_device().is_gpu else "TRITON_INTERPRET=1 "
+    words = f"changed since it was tried: {way}{libraries.TRY}; "
+    for word in ("pytes", "pytest.kernel", "some"):
+        assert sweep._why_none([], H200, [word]) == f"plugin some {words}"
+    assert sweep._why_none([], H200, ["torch.bf61"]) == ""
+    state, why = library_smoke.state_of(library, current_device())
+    row = {"kernel": "(plugin some)", "state": state, "why": why}
+    with pytest.raises(UnknownNameError, match="plugin some is changed, untried: it changed since"):
+        listing.kernels_named("pytes", [row])
 
 
 def test_prebuild_tells_why_a_kernel_takes_none_of_the_problems_with_its_scales(
