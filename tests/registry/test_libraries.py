@@ -984,6 +984,29 @@ def test_a_plugin_lowers_no_coverage_elsewhere_nor_where_its_trial_failed(
     assert (added(here), added(H200)) == (1, 0)
 
 
+@pytest.mark.parametrize("way", ["", ", in the interpreter"])
+def test_a_kernel_tried_on_a_cpu_only_is_listed_so(
+    library: Library, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    kernel = kernel_of(library)
+    monkeypatch.setitem(KERNELS, kernel.name, kernel)
+    monkeypatch.setattr(libraries, "plugins", lambda: {"some": library})
+    monkeypatch.setattr(listing, "load_kernels", dict)
+    monkeypatch.setenv("TRITON_INTERPRET", "1" if way else "0")
+
+    def listed() -> list[tuple[str, str, str]]:
+        return [(row["architectures"], row["state"], row["why"])
+                for row in listing.rows_of("kernels") if row["kernel"] == kernel.name]  # fmt: skip
+
+    untried = listed()
+    assert untried and {row[1:] for row in untried} == {("unmeasured", "never timed")}
+    libraries.keep_trial(library, current_device(), Trial(right=1))
+    where = current_device().product if current_device().is_gpu else "a CPU"
+    why = f"tried on {where}{way}; never timed"
+    assert listed() == [("any", "unmeasured", why)]
+    assert listing.facts_of(kernel)[-1] == {"what": "on any", "value": f"unmeasured: {why}"}
+
+
 def test_wins_are_of_medians_against_others() -> None:
     from lokakern.bench.report.listing import wins_of
 
