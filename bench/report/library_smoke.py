@@ -65,7 +65,7 @@ SUMMED = {
     "gemm": ((16, 24, 8064), (128, 128, 8064)),
 }
 # What FP8 tensor cores may lose of sums of one sign: twice what `test_promoted_sums_do_not_drift`
-# allows. A sum rounded to bfloat16 every 128 of 16384 loses 4 %.
+# allows. A sum rounded to bfloat16 every 128 of 16384 is off by 5.7 %.
 LARGEST_DRIFT = 2.0**-9
 LARGE_ROWS = ((3, 5000), (520, 40))  # of quantizers; interpreted, a program takes 2 to 5 ms
 BACKWARD = (2048, 512, 256)  # for gradients and batches, if a kernel supports none of those
