@@ -189,7 +189,8 @@ def why_not_tried(library: Library, device: Device, kernel: str = "") -> str | N
 def why_no_trial(library: Library, device: Device) -> str:
     """Why no trial of a library holds here, and what to do, such as "was never tried here: ..."."""
     if is_changed(library, device):
-        return f"changed since it was tried: {TRY}"
+        as_here = device.is_gpu or _was_tried(library, device, is_interpreted())
+        return f"changed since it was tried: {'' if as_here else 'TRITON_INTERPRET=1 '}{TRY}"
     if is_interpreted() or _key(library, device, interpreted=True) not in _known():
         return f"was never tried here: {TRY}"
     return f"was tried in the interpreter only: {TRY if device.is_gpu else INTERPRET}"
@@ -305,6 +306,17 @@ def plugin_of(module: str) -> Library | None:
     return beside[0][1] if beside else None
 
 
+def plugin_meant(word: str) -> Library | None:
+    """The plugin whose kernels a word of their names means: its own, a module's, or part of one."""
+    top = word.lower().partition(".")[0]
+    exact = plugins().get(top) or plugin_of(top)
+    if exact is not None or not top:
+        return exact
+    modules = ((m, plugin) for plugin in plugins().values() for p in plugin.packages
+               for m in p.modules)  # fmt: skip
+    return next((plugin for module, plugin in modules if top in module.lower()), None)
+
+
 # --- trials
 
 _unkept: dict[str, Trial] = {}  # where the file cannot be written
@@ -333,12 +345,17 @@ def trial_of(library: Library, device: Device, interpreted: bool | None = None) 
 
 
 def is_changed(library: Library, device: Device) -> bool:
-    """Whether it was tried here in another version or state only."""
-    known = _known()
-    begin, end = f"{library.name} | ", f" | {_here(device, is_interpreted())}"
-    return _key(library, device) not in known and any(
-        key.startswith(begin) and key.endswith(end) for key in known
-    )
+    """Whether it was tried here in another version or state only, be it in the interpreter."""
+    known, ways = _known(), {is_interpreted(), True}
+    if any(_key(library, device, way) in known for way in ways):
+        return False
+    return any(_was_tried(library, device, way) for way in ways)
+
+
+def _was_tried(library: Library, device: Device, interpreted: bool) -> bool:
+    """Whether it was tried here in any version or state."""
+    begin, end = f"{library.name} | ", f" | {_here(device, interpreted)}"
+    return any(key.startswith(begin) and key.endswith(end) for key in _known())
 
 
 def _known() -> set[str]:

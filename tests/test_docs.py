@@ -201,6 +201,15 @@ def test_included_parts_of_files_exist() -> None:
             assert part in text, f"{page.name} includes a part of {match['path']}: no {part!r}"
 
 
+def test_pages_link_to_what_they_include() -> None:
+    """Where nothing builds the pages, the line before an include leads to its text."""
+    for page in PAGES:
+        text = page.read_text("utf-8")
+        for match in re.finditer(r"```\{include\} (\S+)", text):
+            before = text[: match.start()].rstrip("\n").rpartition("\n")[2]
+            assert before.startswith("% ") and f"]({match[1]}" in before, f"{page.name}: {match[0]}"
+
+
 @pytest.mark.rest
 def test_the_picture_of_gains_shows_the_shipped_rows(elsewhere: Path) -> None:
     rows = runpy.run_path(str(ROOT / "scripts" / "draw_gains.py"))["rows"]()

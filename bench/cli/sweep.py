@@ -387,14 +387,14 @@ def _why_none(cases: Sequence[Case], device: Device, words: Sequence[str]) -> st
     from lokakern.types import Rejected
 
     for word in words:
-        plugin = libraries.plugins().get(word.partition(".")[0])
+        plugin = libraries.plugin_meant(word)
         if plugin is None or any(kernel.library == plugin.name for kernel in KERNELS.values()):
             continue
         why = libraries.why_not_tried(plugin, current_device())
         if why is not None:
             if device != current_device():  # no interpreter compiles
                 why = why.replace(f": {libraries.INTERPRET}", f": try it on {device}")
-            return f"{why}; "
+            return f"plugin {why}; "
     for name, kernel in sorted(KERNELS.items()):
         if any(word in name for word in words):
             if not kernel.runs_on(device):

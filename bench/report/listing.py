@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from lokakern import native
@@ -15,13 +16,14 @@ from lokakern.device import current_device, current_environment
 from lokakern.errors import UnknownNameError
 from lokakern.progress import tell
 from lokakern.registry import libraries
-from lokakern.registry.coverage import coverage_of
+from lokakern.registry.coverage import Coverage, coverage_of
 from lokakern.registry.register import KERNELS, Kernel, load_kernels
 from lokakern.registry.snapshot.snapshot import Snapshot, without_garbage_collection
 from lokakern.registry.staleness import is_current
 from lokakern.registry.storage.paths import shipped_databases, user_database
 from lokakern.render.did_you_mean import did_you_mean
 from lokakern.selection import dispatcher
+from lokakern.triton_interpreter import is_interpreted
 from lokakern.types import Device, Problem
 from lokakern.workloads.distributions import DISTRIBUTIONS
 from lokakern.workloads.suites import SUITES
@@ -77,7 +79,7 @@ def _kernels() -> list[Row]:
     tell("reading kernels", 0.3)
     kernels = [kernel for _, kernel in sorted(KERNELS.items())]
     alike: dict[tuple[str, str, str, str], list[str]] = {}
-    for found in coverage_of(dispatcher.snapshot(), kernels):
+    for found in _known_of(kernels):
         vendor = found.architecture.rstrip("0123456789")
         key = found.kernel, found.state, found.why, vendor
         alike.setdefault(key, []).append(found.architecture)
@@ -114,6 +116,24 @@ def _kernels() -> list[Row]:
     return rows
 
 
+def _known_of(kernels: Sequence[Kernel]) -> list[Coverage]:
+    """`coverage_of`; of a plugin's kernels that nobody timed also where they were tried."""
+    device = current_device()
+    where = device.product if device.is_gpu else "a CPU"
+    where += ", in the interpreter" if is_interpreted() else ""
+    every = coverage_of(dispatcher.snapshot(), kernels)
+    known = {found.kernel for found in every if found.state != "unmeasured"}
+    told = []
+    for found in every:
+        kernel = KERNELS[found.kernel]
+        plugin = libraries.plugins().get(kernel.library)
+        if plugin and found.kernel not in known and libraries.trial_of(plugin, device):
+            at = "any" if "any" in kernel.architectures else found.architecture
+            found = replace(found, architecture=at, why=f"tried on {where}; {found.why}")
+        told.append(found)
+    return list(dict.fromkeys(told))  # one "any"
+
+
 def kernels_named(word: str, rows: list[Row]) -> list[Row]:
     """Rows of kernels whose name contains a word, in any case.
 
@@ -123,7 +143,7 @@ def kernels_named(word: str, rows: list[Row]) -> list[Row]:
     found = [row for row in rows if word.lower() in row["kernel"].lower()]
     if not found:
         near = did_you_mean(word, (row["kernel"] for row in rows))
-        if (plugin := libraries.plugin_of(word)) is not None:
+        if (plugin := libraries.plugin_meant(word)) is not None:
             here = [row for row in rows if row["kernel"] == f"(plugin {plugin.name})"]
             words = [f"plugin {plugin.name} is {row['state']}: {row['why']}; " for row in here]
             near = "".join(words) or near
@@ -148,7 +168,7 @@ def facts_of(kernel: Kernel) -> list[Row]:
         "modules": ", ".join(kernel.modules),
         "digest": kernel.digest,
     }
-    for found in coverage_of(dispatcher.snapshot(), [kernel]):
+    for found in _known_of([kernel]):
         facts[f"on {found.architecture}"] = f"{found.state}: {found.why}"
     return [{"what": what, "value": value} for what, value in facts.items()]
 

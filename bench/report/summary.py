@@ -19,6 +19,8 @@ from lokakern.workloads.suites import Case
 def summary_rows(facts: Snapshot, cases: list[Case], regime: str | None) -> list[dict[str, Any]]:
     """One row per problem and kernel, fastest first within a problem.
 
+    Of a kernel with a current row, rows from before it changed are left out; others are marked.
+
     Columns: problem, kernel, median time in microseconds, its spread (p80 over p20), the worst
     stored bound of the row error and its distribution, largest kernel error, status.
     """
@@ -32,9 +34,14 @@ def summary_rows(facts: Snapshot, cases: list[Case], regime: str | None) -> list
     rows = []
     for problem in asked_for:
         found = []
+        timed = cells.get(problem, [])
+        renewed = {cell.kernel.name for cell in timed if is_current(cell.kernel)}
         asked = key_of(accuracy_problem(problem, fp8_format(device)))
-        for cell in cells.get(problem, ()):
+        for cell in timed:
             kernel = cell.kernel
+            stale = "" if is_current(kernel) else "stale, "
+            if stale and kernel.name in renewed:
+                continue
             errors = [
                 (c.row_err_upper, c.distribution)
                 for c in facts.accuracy_cells_of_class(
@@ -55,9 +62,8 @@ def summary_rows(facts: Snapshot, cases: list[Case], regime: str | None) -> list
                     "worst row_err": "-" if worst[0] is None else worst[0],
                     "on": worst[1],
                     "kernel_err": cell.kernel_err if cell.status == "ok" else "-",
-                    "status": cell.status
-                    if cell.status == "ok"
-                    else f"{cell.status}: {cell.reason}",
+                    "status": stale
+                    + (cell.status if cell.status == "ok" else f"{cell.status}: {cell.reason}"),
                 }
             )
         found.sort(key=lambda row: (isinstance(row["time us"], str), row["time us"], row["kernel"]))

@@ -37,7 +37,8 @@ class Fence(NamedTuple):
         at = int(places[0]) - int(self.out.storage_offset())
         *_, down, across = (1, *self.out.stride())
         row, column = divmod(at, down) if down >= across else reversed(divmod(at, across))
-        return (f"writes {len(places)} elements outside of {self.name} {[*self.out.shape]}, the "
+        what = "1 element" if len(places) == 1 else f"{len(places)} elements"
+        return (f"writes {what} outside of {self.name} {[*self.out.shape]}, the "
                 f"first at row {row}, column {column}")  # fmt: skip
 
 

@@ -120,14 +120,16 @@ def compare_bytes(
 ) -> str:
     """A description of the bytes that differ from the exact quantization, or ""."""
     differ = data.view(torch.uint8) != exact_data.view(torch.uint8)
+    bytes_words = f"{int(differ.sum())} of {data.numel()} bytes"
+    if exact_scale is not None:  # first: a wrong scale makes its data wrong, too
+        bits = torch.uint8 if scale.element_size() == 1 else torch.int32
+        off = scale.contiguous().view(bits) != exact_scale.contiguous().view(bits)
+        if off.any():
+            too = f"; so do {bytes_words}" if differ.any() else ""
+            return (f"{int(off.sum())} of {scale.numel()} scales differ from the exact quantization"
+                    f"{_first(off, scale, exact_scale)}{too}")  # fmt: skip
     if exact_scale is None or differ.any():
-        return (f"{int(differ.sum())} of {data.numel()} bytes differ from the exact quantization"
-                f"{_first(differ, data, exact_data)}")  # fmt: skip
-    bits = torch.uint8 if scale.element_size() == 1 else torch.int32
-    differ = scale.contiguous().view(bits) != exact_scale.contiguous().view(bits)
-    if differ.any():
-        return (f"{int(differ.sum())} of {scale.numel()} scales differ from the exact quantization"
-                f"{_first(differ, scale, exact_scale)}")  # fmt: skip
+        return f"{bytes_words} differ from the exact quantization{_first(differ, data, exact_data)}"
     return ""
 
 

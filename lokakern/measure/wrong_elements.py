@@ -12,6 +12,8 @@ from torch import Tensor
 TILES = (256, 128, 64, 32, 16, 8)  # rows or columns of a kernel's tile
 FEWEST = 8  # wrong elements that show what they have in common
 FEWEST_IN_LINE = 3  # of a row or column with a factor of its own
+BFLOAT16_ROUNDOFF = 2.0**-8
+LARGEST_LOSS = 2.0**-4  # of precision; 0.05 of sums rounded to bfloat16 over k = 16384
 
 
 class Compared(NamedTuple):
@@ -47,19 +49,35 @@ def wrong_words(compared: Compared, bound: float, first_row: int = 0) -> str:
     if not count:
         return ""
     row, column = wrong.nonzero()[0].tolist()
+    loss = _loss(compared, wrong)
     words = (
         f"{count} of {wrong.numel()} elements {'is' if count == 1 else 'are'} wrong, the first at "
         f"row {first_row + row}, "
         f"column {column}: {found[row, column]:.6g}, not {exact[row, column]:.6g}",
-        _places(wrong.any(dim=1), "row", first_row),
-        _places(wrong.any(dim=0), "column"),
-        _values(compared, bound, wrong),
+        _places(wrong.any(dim=1), "row", first_row, scattered=not loss),
+        _places(wrong.any(dim=0), "column", scattered=not loss),
+        loss or _values(compared, bound, wrong),
     )
     return "; ".join(filter(None, words))
 
 
-def _places(wrong: Tensor, axis: str, first: int = 0) -> str:
-    """Which rows or columns have wrong elements, where these are not all, or ""."""
+def _loss(compared: Compared, wrong: Tensor) -> str:
+    """What lost precision, where wrong elements are about right, or ""."""
+    found, exact = compared.found, compared.exact
+    off, size = (found - exact)[wrong], exact[wrong]
+    share = float(off.norm() / size.norm().clamp_min(math.ulp(0.0)))
+    if not share <= LARGEST_LOSS:  # also where one is NaN or infinite
+        return ""
+    if compared.roundoff < BFLOAT16_ROUNDOFF and torch.equal(found.bfloat16().double(), found):
+        return "all are bfloat16 numbers, as if rounded before they are written"
+    return f"off by {100 * share:.2g} %: sums or scales are rounded, or products left out"
+
+
+def _places(wrong: Tensor, axis: str, first: int = 0, *, scattered: bool = True) -> str:
+    """Which rows or columns have wrong elements, where these are not all, or "".
+
+    ``scattered`` is whether to say how many, where they follow no rule.
+    """
     places = [first + place for place in wrong.nonzero().flatten().tolist()]
     start, stop = places[0], first + len(wrong)
     if len(places) == len(wrong):
@@ -76,14 +94,15 @@ def _places(wrong: Tensor, axis: str, first: int = 0) -> str:
     if len(places) > 2 and len(steps) == 1:
         return f"only {axis}s {start} to {places[-1]} in steps of {steps.pop()}"
     # Errors of elements near 0 are within the bound: a few lines are right by chance.
-    return f"in {len(places)} of {len(wrong)} {axis}s" if len(places) < 0.9 * len(wrong) else ""
+    few = scattered and len(places) < 0.9 * len(wrong)
+    return f"in {len(places)} of {len(wrong)} {axis}s" if few else ""
 
 
 def _values(compared: Compared, bound: float, wrong: Tensor) -> str:
     """What the wrong elements have in common, or ""."""
     found, exact, slack, roundoff = compared
     if bool(found[wrong].isnan().all()):
-        return "all of them NaN, as if not written"
+        return "all of them NaN, as if not written, or read beyond k"
     if not bool((found[wrong].isfinite() & exact[wrong].isfinite()).all()):
         return ""
     if not bool(found[wrong].any()):

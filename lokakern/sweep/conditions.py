@@ -106,9 +106,11 @@ def duration(seconds: float) -> str:
 
 
 def estimate_words(seconds: float, *, has_errors: bool) -> str:
-    """An estimate of a sweep, "about 3 s"; nothing estimates errors in Triton's interpreter."""
-    unknown = has_errors and is_interpreted()
-    return f"about {duration(seconds)}" + (
-        f", without errors in Triton's interpreter, which launches up to {FEWEST_ROWS} rows for "
-        "each, seed by seed: --time-limit 15 shows the first" if unknown else ""
-    )  # fmt: skip
+    """An estimate of a sweep, "about 3 s"; nothing estimates what Triton's interpreter takes."""
+    if not is_interpreted():
+        return f"about {duration(seconds)}"
+    errors = f", and launches up to {FEWEST_ROWS} rows for each error, seed by seed"
+    return (
+        "unknown in Triton's interpreter, which takes milliseconds for each program of a kernel"
+        f"{errors if has_errors else ''}: --time-limit 15 shows the first"
+    )

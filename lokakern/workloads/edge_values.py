@@ -1,4 +1,4 @@
-"""Operands with values at the edges of the quantizing contract: zeros, NaN, infinity, tiny ones."""
+"""Operands of trials: zeros, NaN, infinity and tiny ones for quantizers, and sums of one sign."""
 
 from __future__ import annotations
 
@@ -45,10 +45,23 @@ def _weight(n: int, k: int, seed: int) -> Tensor:
     return draw_weight(WHITE, n, k, seed)
 
 
-def _named(name: str, rows: Callable[[int, int, int], Tensor]) -> LearnedDistribution:
+def _positive(rows: int, k: int, seed: int) -> Tensor:
+    return torch.rand(rows, k, generator=torch.Generator().manual_seed(seed)).double() + 0.5
+
+
+def _positive_weight(n: int, k: int, seed: int) -> Tensor:
+    # 1.25: a power of two as the sum of a block would be added without loss in any format.
+    return _positive(n, k, seed + 1) * 1.25
+
+
+def _named(
+    name: str,
+    rows: Callable[[int, int, int], Tensor],
+    weight: Callable[[int, int, int], Tensor] = _weight,
+) -> LearnedDistribution:
     return LearnedDistribution(
         name=name, title=name, parameters=(), realistic=False, digest=name,
-        rows=rows, weight=_weight,
+        rows=rows, weight=weight,
     )  # fmt: skip
 
 
@@ -56,3 +69,5 @@ def _named(name: str, rows: Callable[[int, int, int], Tensor]) -> LearnedDistrib
 EDGE_ROWS = _named("rows of zeros, NaN and infinity", _edge_rows)
 ONLY_ZEROS = _named("zeros and a NaN", _zeros)
 ONLY_TINY = _named("tiny values and an infinity", _tiny)
+# Of products: what a sum loses at each step adds up, where sums of both signs hide it.
+POSITIVE = _named("positive values", _positive, _positive_weight)

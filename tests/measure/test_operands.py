@@ -623,7 +623,7 @@ def test_a_delayed_quantizer_must_update_amax(name: str) -> None:
         assert made.check(one)[1].startswith(words) and bool(made.check(one)[1]) is bool(words)
 
 
-def test_the_first_wrong_byte_of_a_quantizer_is_told() -> None:
+def test_the_first_wrong_scale_or_byte_of_a_quantizer_is_told() -> None:
     exact = torch.ones(3, 7).to(torch.float8_e4m3fn)
     found, scale = exact.clone(), torch.ones(3, 1)
     found[1, 5] = found[2, 0] = -3.5
@@ -631,4 +631,7 @@ def test_the_first_wrong_byte_of_a_quantizer_is_told() -> None:
     assert compare_bytes(found, scale, exact.view(torch.uint8), scale) == f"{words}, not 1"
     scale[2] = 0.1
     words = "1 of 3 scales differ from the exact quantization, the first at row 2, column 0"
-    assert compare_bytes(exact, scale, exact, torch.ones(3, 1)) == f"{words}: 0.100000001, not 1"
+    words += ": 0.100000001, not 1"
+    assert compare_bytes(exact, scale, exact, torch.ones(3, 1)) == words
+    words += "; so do 2 of 21 bytes"  # of which the scale is the reason
+    assert compare_bytes(found, scale, exact.view(torch.uint8), torch.ones(3, 1)) == words

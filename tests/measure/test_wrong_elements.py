@@ -39,6 +39,12 @@ EVERY = slice(None)
     ("found", "words"),
     [
         (EXACT * (1 + 2.0**-9), ""),
+        (EXACT.bfloat16().double(),
+         "1759 of 6030 elements are wrong, the first at row 2, column 76: 256, not 257; only rows "
+         "from 2 of 67; all are bfloat16 numbers, as if rounded before they are written"),
+        (changed([1, 2, 4, 8, 16, 32, 64], EVERY, 1.01),
+         "630 of 6030 elements are wrong, the first at row 1, column 0: 91.91, not 91; off by 1 %: "
+         "sums or scales are rounded, or products left out"),
         (EXACT * 0.5, "6030 of 6030 elements are wrong, the first at row 0, column 0: 0.5, not 1; "
                       "each 0.5 times what it should be"),
         (changed(slice(64, None), EVERY, 0.0),
@@ -46,7 +52,8 @@ EVERY = slice(None)
          "from 64 of 67, past the last whole 64; all of them 0"),
         (changed(EVERY, slice(64, None), float("nan")),
          "1742 of 6030 elements are wrong, the first at row 0, column 64: nan, not 65; only "
-         "columns from 64 of 90, past the last whole 64; all of them NaN, as if not written"),
+         "columns from 64 of 90, past the last whole 64; all of them NaN, as if not written, or "
+         "read beyond k"),
         (changed(EVERY, slice(1, None, 4), 3.0),
          "1541 of 6030 elements are wrong, the first at row 0, column 1: 6, not 2; only columns "
          "1 to 89 in steps of 4; each 3 times what it should be"),
@@ -66,8 +73,8 @@ EVERY = slice(None)
          "6030 of 6030 elements are wrong, the first at row 0, column 0: 501, not 1; each column "
          "is off by a value of its own, as without its bias"),
     ],
-    ids=["right", "factor", "tail rows", "tail columns", "every 4th", "one", "block", "row factor",
-         "column factor", "bias"],
+    ids=["right", "bfloat16", "loss", "factor", "tail rows", "tail columns", "every 4th", "one",
+         "block", "row factor", "column factor", "bias"],
 )  # fmt: skip
 def test_words_say_where_and_how(found: Tensor, words: str) -> None:
     assert words_of(found) == words

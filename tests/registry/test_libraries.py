@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -27,6 +28,8 @@ from lokakern.bench.cli.main import app
 from lokakern.bench.report import library_smoke, listing
 from lokakern.build.prebuild import load_interpreted
 from lokakern.device import current_device
+from lokakern.errors import UnknownNameError
+from lokakern.measure.time_problem import check_case
 from lokakern.problems import make_problem
 from lokakern.registry import digests, libraries, register
 from lokakern.registry.libraries import LIBRARIES, Library, Package, Trial
@@ -44,7 +47,9 @@ from lokakern.types import (
     Problem,
     Rejected,
 )
-from lokakern.workloads.gemm_cases import scaled_gemm_cases
+from lokakern.workloads.distributions import learned
+from lokakern.workloads.edge_values import POSITIVE
+from lokakern.workloads.gemm_cases import Case, scaled_gemm_cases
 
 load_kernels()
 ROOT = Path(__file__).resolve().parents[2]
@@ -419,8 +424,29 @@ def test_prebuild_says_that_a_plugin_failed_in_the_interpreter(
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     load_interpreted()  # imports nothing
     assert sweep._why_none([], H200, ["some."]) == (
-        "some was tried in the interpreter only: try it on NVIDIA H200; "
+        "plugin some was tried in the interpreter only: try it on NVIDIA H200; "
     )
+
+
+def test_a_part_of_a_name_means_a_plugin_that_changed(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kernels are not imported, so their names are unknown; that of its module is pytest."""
+    monkeypatch.setattr(libraries, "plugins", lambda: {"some": library})
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    libraries.keep_trial(library, current_device(), Trial(right=1))
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert not libraries.is_changed(library, current_device())
+    monkeypatch.setattr(libraries, "_state_of", lambda _library: "another")
+    way = "" if current_device().is_gpu else "TRITON_INTERPRET=1 "
+    words = f"changed since it was tried: {way}{libraries.TRY}; "
+    for word in ("pytes", "pytest.kernel", "some"):
+        assert sweep._why_none([], H200, [word]) == f"plugin some {words}"
+    assert sweep._why_none([], H200, ["torch.bf61"]) == ""
+    state, why = library_smoke.state_of(library, current_device())
+    row = {"kernel": "(plugin some)", "state": state, "why": why}
+    with pytest.raises(UnknownNameError, match="plugin some is changed, untried: it changed since"):
+        listing.kernels_named("pytes", [row])
 
 
 def test_prebuild_tells_why_a_kernel_takes_none_of_the_problems_with_its_scales(
@@ -499,6 +525,64 @@ def taking(op: str, scales: Granularity) -> Callable[..., Accepted | Rejected]:
     return supports
 
 
+def bfloat16_sums(left: Tensor, right: Tensor) -> Tensor:
+    """A product whose sums are rounded to bfloat16 every 128 of k."""
+    sums = torch.zeros(len(left), right.shape[1])
+    for start in range(0, left.shape[1], 128):
+        within = slice(start, start + 128)
+        sums = (sums + left[:, within] @ right[within]).bfloat16().float()
+    return sums
+
+
+def tensor_core_sums(left: Tensor, right: Tensor, promoted_every: int) -> Tensor:
+    """A product as by an FP8 tensor core of Hopper.
+
+    32 products and the running sum are lined up with the largest and cut at 14 bits; float32 takes
+    over after so many of k.
+    """
+    sums = running = torch.zeros(len(left), right.shape[1], dtype=torch.float64)
+    for start in range(0, left.shape[1], 32):
+        products = left[:, start : start + 32, None] * right[None, start : start + 32]
+        terms = torch.cat([running[:, None], products.double()], 1)
+        last_bit = torch.exp2(terms.abs().amax(1, keepdim=True).log2().floor() - 13)
+        running = ((terms / last_bit).trunc() * last_bit).sum(1)
+        if (start + 32) % promoted_every == 0:
+            sums, running = (sums + running).float().double(), torch.zeros_like(running)
+    return (sums + running).float()
+
+
+@pytest.mark.parametrize("out_format", [Format.FLOAT32, Format.BFLOAT16])
+@pytest.mark.parametrize(
+    ("product", "status"),
+    [
+        (functools.partial(tensor_core_sums, promoted_every=128), "ok"),
+        (functools.partial(tensor_core_sums, promoted_every=1 << 14), "wrong"),
+        (bfloat16_sums, "wrong"),
+    ],
+    ids=["promoted", "never promoted", "bfloat16"],
+)
+def test_sums_of_positive_values_tell_promoted_ones_from_others(
+    library: Library, product: Callable[..., Tensor], status: str, out_format: Format
+) -> None:
+    def launch(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor,
+               _bias: None, _workspace: tuple[()]) -> None:  # fmt: skip
+        out.copy_(product(a.float(), b.float()) * a_scale * b_scale)
+
+    kernel = replace(
+        kernel_of(library), op="scaled_gemm", launch=launch,
+        granularity=Granularity.ROW, b_granularity=Granularity.ROW, accumulation="promoted",
+        kernel_err_bound=register.PROMOTED_KERNEL_ERR_BOUND,
+    )  # fmt: skip
+    case = Case.of(
+        "scaled_gemm", library_smoke.SUMMED["scaled_gemm"][0], POSITIVE.name,
+        a=Operand(Format.E4M3FN, Granularity.ROW), out_format=out_format,
+    )  # fmt: skip
+    judged = library_smoke._within_trial_bound(kernel, case, H200)
+    with learned(POSITIVE):
+        record = check_case(case, judged, current_device())
+    assert record.status == status, record.reason
+
+
 @pytest.mark.parametrize(
     ("rule", "words"),
     [
@@ -510,7 +594,13 @@ def taking(op: str, scales: Granularity) -> Callable[..., Accepted | Rejected]:
         ("long k", "at scaled_gemm m=35 n=40 k=4100"),
         ("many rows", "at scaled_gemm m=2100 n=24 k=40"),
         ("many tiles", "only rows from 512 of 700, past the last whole 256; only columns"),
-        ("float32 out", "out=float32: a [67, 200]"),
+        ("float32 out", "all are bfloat16 numbers, as if rounded before they are written at"),
+        ("bfloat16 sums", " %: sums or scales are rounded, or products left out at"),
+        (
+            "drift",
+            "at scaled_gemm m=16 n=24 k=16384 a=e4m3fn/row b=e4m3fn/row out=float32 with "
+            "positive values: a [16, 16384]",
+        ),
         ("e5m2", "a=e5m2/row b=e4m3fn/row bias out=bfloat16: a ["),
         ("row", "writes 256 elements outside of out [256, 256], the first at row 256, column 0"),
     ],
@@ -531,17 +621,20 @@ def test_scaled_gemms_of_plugins_are_tried_on_all_strides(
             right = right.roll(1, 1)
         if rule == "long k":
             left = left[:, :4096]
-        wide = left @ right[: left.shape[1]] * a_scale * b_scale
+        if rule == "bfloat16 sums" or (rule == "drift" and k > 8192):
+            wide = bfloat16_sums(left, right) * a_scale * b_scale
+        else:
+            wide = left @ right[: left.shape[1]] * a_scale * b_scale
         if rule == "many rows":
             wide[2048:] = 0
         if rule == "many tiles":
             wide[512:, 512:] = 0
-        if rule == "float32 out" and out.dtype is torch.float32:
-            wide = wide.bfloat16().float()
         if rule == "e5m2" and a.dtype is torch.float8_e5m2:
             wide = a.view(torch.float8_e4m3fn).float() @ right * a_scale * b_scale
         target = out.as_strided((m, n), (n, 1)) if rule == "out" else out
         target.copy_(wide if bias is None else wide + bias.float())
+        if rule == "float32 out":
+            target.copy_(target.bfloat16())
         begin, stride = out.storage_offset(), out.stride()
         if rule == "gaps" and stride[0] > n:
             out.as_strided((m, 1), stride, begin + n).zero_()
@@ -550,7 +643,8 @@ def test_scaled_gemms_of_plugins_are_tried_on_all_strides(
 
     kernel = replace(
         kernel_of(library), op="scaled_gemm", launch=launch,
-        granularity=Granularity.ROW, b_granularity=Granularity.ROW,
+        granularity=Granularity.ROW, b_granularity=Granularity.ROW, accumulation="promoted",
+        kernel_err_bound=register.PROMOTED_KERNEL_ERR_BOUND,
         supports_problem=taking("scaled_gemm", Granularity.ROW),
     )  # fmt: skip
     outcome = library_smoke._outcome_of(kernel, lambda _: None)
@@ -622,7 +716,7 @@ def test_quantizers_of_plugins_are_tried_on_float32_and_slices(
         "float32": "TypeError: not bfloat16 at quantize m=67 k=200 a=float32",
         "long": ", column 4096: 0, not ",
         "many": "at quantize m=520 k=40",
-        "scale": "writes 1 elements outside of scale [256, 1], the first at row 256, column 0",
+        "scale": "writes 1 element outside of scale [256, 1], the first at row 256, column 0",
         "e5m2": "at quantize m=67 k=200 a=bfloat16 out=e5m2/row: x [67, 200]",
         "turned": "at quantize m=67 k=200 a=bfloat16/column-major/align2 out=e4m3fn/row",
         "strides": "a=bfloat16 out=e4m3fn/row with gaps between rows of x: x [67, 200]",
@@ -649,7 +743,7 @@ def test_a_gemm_that_quantizes_inside_is_told_to_declare_it(
     assert hint in library_smoke._outcome_of(kernel, lambda _: None)
     declared = replace(kernel, granularity=Granularity.ROW, b_granularity=Granularity.ROW)
     outcome = library_smoke._outcome_of(declared, lambda _: None)
-    assert outcome == "right (to m=2100, n=600, k=4100; also float32)"
+    assert outcome == "right (to m=2100, n=600, k=8064; also float32)"
 
 
 def test_a_trial_says_its_limit(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -888,6 +982,29 @@ def test_a_plugin_lowers_no_coverage_elsewhere_nor_where_its_trial_failed(
     assert added(here) == 0
     libraries.keep_trial(library, here, Trial())
     assert (added(here), added(H200)) == (1, 0)
+
+
+@pytest.mark.parametrize("way", ["", ", in the interpreter"])
+def test_a_kernel_tried_on_a_cpu_only_is_listed_so(
+    library: Library, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    kernel = kernel_of(library)
+    monkeypatch.setitem(KERNELS, kernel.name, kernel)
+    monkeypatch.setattr(libraries, "plugins", lambda: {"some": library})
+    monkeypatch.setattr(listing, "load_kernels", dict)
+    monkeypatch.setenv("TRITON_INTERPRET", "1" if way else "0")
+
+    def listed() -> list[tuple[str, str, str]]:
+        return [(row["architectures"], row["state"], row["why"])
+                for row in listing.rows_of("kernels") if row["kernel"] == kernel.name]  # fmt: skip
+
+    untried = listed()
+    assert untried and {row[1:] for row in untried} == {("unmeasured", "never timed")}
+    libraries.keep_trial(library, current_device(), Trial(right=1))
+    where = current_device().product if current_device().is_gpu else "a CPU"
+    why = f"tried on {where}{way}; never timed"
+    assert listed() == [("any", "unmeasured", why)]
+    assert listing.facts_of(kernel)[-1] == {"what": "on any", "value": f"unmeasured: {why}"}
 
 
 def test_wins_are_of_medians_against_others() -> None:

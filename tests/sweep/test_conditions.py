@@ -54,12 +54,14 @@ def test_the_load_of_this_machine_can_be_read() -> None:
     assert passed >= busy >= 0.0 and own > 0.0
 
 
-def test_errors_under_the_interpreter_are_not_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_interpreter_takes_is_not_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert estimate_words(0.1, has_errors=False) == "about 0 s"
-    words = estimate_words(0.1, has_errors=True)
-    assert words.startswith(
-        "about 0 s, without errors in Triton's interpreter, which launches up to 384 rows"
+    unknown = (
+        "unknown in Triton's interpreter, which takes milliseconds for each program of a kernel"
     )
+    limit = ": --time-limit 15 shows the first"
+    assert estimate_words(0.1, has_errors=False) == unknown + limit
+    errors = ", and launches up to 384 rows for each error, seed by seed"
+    assert estimate_words(0.1, has_errors=True) == unknown + errors + limit
     monkeypatch.delenv("TRITON_INTERPRET")
     assert estimate_words(0.1, has_errors=True) == "about 0 s"

@@ -237,7 +237,8 @@ def test_exactly_the_stale_measurements_are_repeated(
     assert times == [(QUANTIZER, "quantize", 64), (QUANTIZER, "quantize", 96)]
     errors = rows_of_last_run(path, "accuracy")
     assert set(errors) == {(QUANTIZER, "quantize", 64)} and len(errors) == 13 * 3
-    assert {row["kernel"] for row in ran.json} == {QUANTIZER}
+    # Rows of before are not shown beside those that replace them.
+    assert [(row["kernel"], row["status"]) for row in ran.json] == 2 * [(QUANTIZER, "ok")]
     again = command("sweep", "--only-stale", "--db", path)
     assert "nothing is stale" in again.err and run_count(path) == 2
 
@@ -246,7 +247,12 @@ def test_a_problem_with_one_stale_kernel_is_timed_with_all_kernels(
     command: Command, fresh_file: Path, tmp_path: Path
 ) -> None:
     path = edited(fresh_file, tmp_path, changed(COMPOSED))
-    ran = command("sweep", "--only-stale", *FEW, "--db", str(path), "--errors", "none")
+    words = ("--db", str(path), "--errors", "none")
+    shown = command("sweep", *SHAPES, "--kernel", PLAIN, *words, "--json").json
+    assert {(r["kernel"], r["status"]) for r in shown if r["kernel"] in (PLAIN, COMPOSED)} == {
+        (PLAIN, "ok"), (COMPOSED, "stale, ok")
+    }  # fmt: skip
+    ran = command("sweep", "--only-stale", *FEW, *words)
     assert "stale: 4 of 10 problems" in ran.err  # as it is, and with a weight prepared by rows
     assert rows_of_last_run(path, "timing") == sorted(
         2 * [(name, "gemm", m) for name in (PLAIN, COMPOSED) for m in (64, 96)]
