@@ -49,6 +49,7 @@ from lokakern.conversion.routes import (
 from lokakern.conversion.step_host import StepHost, step_host
 from lokakern.conversion.tail_sites import found_tails
 from lokakern.conversion.tune import Tuning, apply_tuning, tune
+from lokakern.conversion.variants import as_plain
 from lokakern.device import current_device
 from lokakern.errors import FormatError, UnknownNameError, UnsupportedError
 from lokakern.mods.pad import Pad
@@ -79,7 +80,6 @@ from lokakern.nn.rectified import rectified_between
 from lokakern.nn.routed_matmul import (
     PLAIN,
     has_activator,
-    is_off_now,
     kernel_at,
     kernels_of,
     read_route,
@@ -357,6 +357,8 @@ class Conversion:
         self._key = uuid.uuid4().hex  # of its choices in layers, which may be copied and saved
         self.has_switches = False  # whether routes have switches, see `watch`
         self._watch: DriftWatch | None = None  # that is under way
+        # Products that watches turned off, by site and GEMM, with the routes that they had.
+        self.turned_off: dict[tuple[str, str], Route] = {}
         self._owners = fast_paths(model)
 
     def refresh(
@@ -402,8 +404,7 @@ class Conversion:
         self.over_limit, self.over_limit_chains = {}, frozenset()
         before = chain_texts(self.spans)
         self.spans, self._tails = [], {}
-        if self.has_switches:
-            turn([self.switch_of(name, gemm) for name in self._modules for gemm in GEMMS], True)
+        self._forget_watches()
         changed = self.use_routes(chosen, off_chains=(), has_relus=True)
         self.spans = self._planned()  # of layers that have their routes
         if any(span.plan.chains for span in self.spans):
@@ -512,7 +513,7 @@ class Conversion:
         budget = _budget_of(self._wanted)
         texts = tuple(
             self._marker.mark(
-                switched(r.text, self.switch_of(site.name, r.gemm)) if self.has_switches
+                switched(r.text, self._switch_of(site.name, r.gemm)) if self.has_switches
                 else r.text,
                 budget, f"{site.name}/{r.gemm}",
             )
@@ -717,6 +718,11 @@ class Conversion:
                 GPU; or torch.distributed has several ranks, which would decide differently.
         """
         self._refuse_while_watched("tune")
+        if self.turned_off:
+            raise UnsupportedError(
+                f"tune: a watch turned off {len(self.turned_off)} products: choose again first "
+                "(refresh), by a report of their operands now"
+            )
         return tune(
             self, step, graph=graph, optimizer=optimizer, rounds=rounds, time_limit=time_limit
         )
@@ -805,8 +811,7 @@ class Conversion:
         from lokakern.conversion.drift_watch import DriftWatch  # it imports Probe
 
         self._refuse_while_watched("watch")
-        if not self._modules:
-            raise UnsupportedError("watch: the conversion was undone; convert the model again")
+        self._refuse_undone()
         if report is None and isinstance(self._wanted, ProbeReport):
             report = self._wanted
         limit = report.budget if report is not None else _budget_of(self._wanted)
@@ -820,6 +825,13 @@ class Conversion:
     def begin_watch(self, watch: DriftWatch) -> None:
         """Give the routes of products switches; for `DriftWatch`."""
         self._refuse_while_watched("watch")
+        self._refuse_undone()
+        newer = [name for name in self.sites if not self.determines(name)]
+        if newer:
+            raise UnsupportedError(
+                f"watch: a newer conversion determines the kernels of {', '.join(newer)}: watch "
+                "that one, or undo it"
+            )
         self._watch = watch
         if not self.has_switches and self.regime == COMPILED:
             self.has_switches = True
@@ -829,9 +841,50 @@ class Conversion:
         """Allow other changes again; for `DriftWatch`."""
         self._watch = None
 
-    def switch_of(self, site: str, gemm: str) -> str:
+    def turn(self, places: Sequence[tuple[str, str]], is_on: bool) -> None:
+        """Turn products, by site and GEMM, off or on; for `DriftWatch`."""
+        originals = {}
+        for place in places:
+            route = next(r for r in self.sites[place[0]].routes if r.gemm == place[1])
+            if is_on:
+                originals[place] = self.turned_off.pop(place, route)
+            else:
+                self.turned_off.setdefault(place, route)
+        if self.has_switches:
+            turn([self._switch_of(*place) for place in places], is_on)
+            return
+
+        def now(name: str, route: Route) -> Route:
+            if (name, route.gemm) in self.turned_off:
+                return as_plain(route, "a watch found its operands unsafe")
+            return originals.get((name, route.gemm), route)
+
+        self.use_routes(
+            {
+                name: tuple(now(name, route) for route in self.sites[name].routes)
+                for name in dict.fromkeys(name for name, _ in places)
+            },
+            keep_classes=True,
+        )
+
+    def determines(self, site: str) -> bool:
+        """Whether this conversion, and no newer one, determines the kernels of a site."""
+        choices = self.sites[site].module._choices
+        return bool(choices) and choices[-1].key == self._key
+
+    def _forget_watches(self) -> None:
+        """Turn on what watches turned off: routes are chosen anew, or removed."""
+        if self.has_switches:
+            turn([self._switch_of(name, gemm) for name in self._modules for gemm in GEMMS], True)
+        self.turned_off = {}
+
+    def _switch_of(self, site: str, gemm: str) -> str:
         """Name of the switch of a product."""
         return f"{self._key[:12]}.{list(self._modules).index(site)}.{gemm}"
+
+    def _refuse_undone(self) -> None:
+        if not self._modules:
+            raise UnsupportedError("watch: the conversion was undone; convert the model again")
 
     def _refuse_while_watched(self, what: str) -> None:
         if self._watch is not None:
@@ -943,7 +996,7 @@ class Conversion:
             if not is_there:
                 routes = tuple(Route(route.gemm, PLAIN, _RESIZED) for route in routes)
             for route in routes:
-                is_off = self.has_switches and is_off_now(self.switch_of(site.name, route.gemm))
+                is_off = (site.name, route.gemm) in self.turned_off
                 timed = [c for c in route.choices if c.latency_us is not None]
                 times = [_time_of(route, c) for c in timed]
                 rows.append(
@@ -1226,6 +1279,7 @@ class Conversion:
         the kernels of a layer. A second call does nothing.
         """
         self._refuse_while_watched("undo")
+        self._forget_watches()
         for site in self.sites.values():
             remove_choice(site.module, self._key)
         for sequence in self.sequences:

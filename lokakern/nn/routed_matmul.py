@@ -54,6 +54,7 @@ _IS_AMD = torch.version.hip is not None
 _ROUTES: dict[tuple[str, torch.device], _LoadedRoute] = {}
 _SWITCH = ";switch="
 _OFF: set[str] = set()  # switches
+_turns = [0]  # how often switches were turned
 
 
 class _LoadedRoute(NamedTuple):
@@ -122,19 +123,19 @@ def has_switch(text: str) -> bool:
     return _SWITCH in text
 
 
-def is_off_now(switch: str) -> bool:
-    """Whether a switch is off."""
-    return switch in _OFF
+def _is_off(text: str) -> bool:
+    return bool(_OFF) and sampled_check.unchecked(text).partition(_SWITCH)[2] in _OFF
 
 
 def turn(switches: Iterable[str], is_on: bool) -> None:
     """Let products run the kernels of their routes, or torch's unquantized product, from now on.
 
-    Compiled graphs, too, which hold the route: they are not compiled again. Calls cost the same, as
-    a switch is read when a route is loaded. CUDA graphs replay what they captured, and a product of
-    which only FP8 data are left multiplies these dequantized.
+    Compiled graphs, too, which hold the route: they are not compiled again, and their calls cost
+    the same, as a switch is read when a route is loaded. CUDA graphs replay what they captured, and
+    a product of which only FP8 data are left multiplies these dequantized.
     """
     (_OFF.difference_update if is_on else _OFF.update)(switches)
+    _turns[0] += 1
     _ROUTES.clear()
     forget()
 
@@ -207,7 +208,7 @@ def _load_route(text: str, device: torch.device) -> _LoadedRoute:
     load_kernels()
     form, *both = read_route(text)
     here = current_device(device.type, device.index or 0)
-    is_off = is_off_now(sampled_check.unchecked(text).partition(_SWITCH)[2])
+    turns, is_off = _turns[0], _is_off(text)
     kernels: list[list[Kernel | None]] = []
     for segments in both:
         found = [kernel_named(name) if name and not is_off else None for _, name in segments]
@@ -218,7 +219,8 @@ def _load_route(text: str, device: torch.device) -> _LoadedRoute:
     check = sampled_check.check_of(text)
     watch = sampled_check.watch_named(check) if check else None
     loaded = _LoadedRoute(form, (starts[0], starts[1]), (kernels[0], kernels[1]), watch)
-    _ROUTES[text, device] = loaded
+    if turns == _turns[0]:  # else a switch was turned meanwhile: the next call loads it again
+        _ROUTES[text, device] = loaded
     return loaded
 
 
@@ -664,8 +666,7 @@ class RoutedLinear(torch.autograd.Function):
         ctx.to_input, ctx.to_weight, ctx.dtype = to_input, to_weight, weight.dtype
         given, kept = weight, weight
         is_plain = turned is not None and not kernel_at(to_input, x.shape[0])
-        is_turnable = not is_compiling() and has_switch(to_input)
-        if to_input == PLAIN or is_plain or is_turnable:
+        if to_input == PLAIN or is_plain or (not is_compiling() and _is_off(to_input)):
             kept = weight = weight.to(x.dtype)  # both products read the same rounded weight
         elif turned is not None:
             kept = None  # type: ignore[assignment]  # the weight may change before the backward pass

@@ -47,6 +47,7 @@ class Sampler:
 
     def __init__(self, seed: int) -> None:
         self.on, self.step, self.buffer = False, 0, StepBuffer()
+        self.trains_only = False  # whether calls in evaluation, without gradients, do not count
         self._share = 0.0  # where in a matrix the sampled rows begin, 0..1
         self._random = random.Random(seed)  # its own, lest a model's dropout change
         self._generators: dict[torch.device, torch.Generator] = {}
@@ -339,6 +340,8 @@ def hook_of(recorder: Recorder, seen: Callable[[Recorder, Tensor], None]) -> Hoo
 
     def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> Any:
         if not sampler.on or (torch.compiler.is_compiling() and _is_exported_or_transformed()):
+            return None
+        if sampler.trains_only and not module.training and not torch.is_grad_enabled():
             return None
         if not isinstance(module, Joined):
             return sampled(module, args, kwargs, y)

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from lokakern.probe.report import ProbeReport
 
 _SOURCES = ("forward", "optimizer", "step")  # of steps, by rank
+STEPS_OF_OTHERS = 32  # after which an optimizer that stepped no more was replaced
 _RUNNING: dict[Any, bool] = {}  # probes, and whether compiled code checked no hooks before
 
 
@@ -152,6 +153,7 @@ class Probe:
         self._steps = 0
         self._source, self._begun = 0, False
         self._optimizer: weakref.ref[Any] | None = None
+        self._others = 0  # steps of other optimizers since that one's
         self._parameters: set[int] = set()
         self._outputs: dict[int, tuple[weakref.ref[Tensor], Recorder]] = {}
         self._elsewhere: dict[str, str] | None = None
@@ -377,14 +379,17 @@ class Probe:
 
     def _optimizer_stepped(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         known = self._optimizer() if self._optimizer is not None else None
-        if known is None:
+        if known is not optimizer:
             groups = (group["params"] for group in optimizer.param_groups)
             if not any(id(p) in self._parameters for params in groups for p in params):
                 return
-            known = optimizer  # the first counts where there are several
+            self._others += 1
+            # The first counts where there are several, while it steps.
+            if known is not None and self._others < STEPS_OF_OTHERS:
+                return
             self._optimizer = weakref.ref(optimizer)
-        if known is optimizer:
-            self._ended("optimizer")
+        self._others = 0
+        self._ended("optimizer")
 
 
 def _removed(handles: list[Any]) -> None:

@@ -25,7 +25,7 @@ from lokakern.errors import DatabaseError, LokakernError, ShapeError, UnknownNam
 from lokakern.probe import files
 from lokakern.probe.hooks import MOST_CALLS
 from lokakern.probe.replay import LearnedSite
-from lokakern.probe.session import Probe
+from lokakern.probe.session import STEPS_OF_OTHERS, Probe
 from lokakern.probe.statistics import SiteStatistics
 from tests.support.probe_ranks import HIDDEN, KINDS, K, M, N, inputs, model_of, train
 
@@ -129,6 +129,21 @@ def test_only_an_optimizer_of_the_model_counts() -> None:
         assert not probe.is_sampling
         optimizer.step()
         assert probe.is_sampling
+
+
+def test_an_optimizer_that_steps_no_more_is_replaced() -> None:
+    """But not by one that steps between its steps."""
+    model = model_of()
+    first, second = (torch.optim.SGD(model.parameters(), lr=0.0) for _ in range(2))
+    with Probe(model, every=10**6) as probe:
+        for _ in range(3):
+            first.step()
+            for _ in range(STEPS_OF_OTHERS - 1):
+                second.step()
+        assert probe._steps == 3
+        for _ in range(5):
+            second.step()
+        assert probe._steps == 8
 
 
 def test_sampled_calls_in_a_step_are_bounded() -> None:
