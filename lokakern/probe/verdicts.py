@@ -26,6 +26,7 @@ from lokakern.types import COMPILED, Device, ErrorBudget, Problem
 BUDGET = 0.06  # row error that E4M3 GEMMs of harmless operands keep within: 0.035-0.045
 LIMITS = ("row_err", "row_p99", "mean_shift")
 SPEEDS = ("fast", "tie", "slow")
+OUTSTANDING = 64.0  # a column so many times as large as the median one is named
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +139,7 @@ def verdicts_of(
             bf16_err=min((r.row_err for r in plain), default=float("inf")),
             bf16_us=times.bf16.latency_us if times.bf16 else None,
             change="",
-            notes=(*why, *_notes(statistics, gemm, norm, plain, limits)),
+            notes=(*why, *_notes(statistics, gemm, norm, plain, limits, classes)),
             classes=tuple(classes),
         )
         found.append(replace(verdict, change=_change(verdict, statistics, mine, limits, device)))
@@ -243,6 +244,7 @@ def _notes(
     norm: str,
     plain: Sequence[Replayed],
     limits: dict[str, float],
+    classes: Sequence[ClassVerdict],
 ) -> Iterator[str]:
     for limit, allowed in limits.items():
         least = min((float(getattr(r, limit)) for r in plain if not r.reason), default=0.0)
@@ -251,6 +253,14 @@ def _notes(
     operand = statistics.input if gemm == "output" else statistics.grad_output
     if operand.nonfinite_rows:
         yield f"{operand.nonfinite_rows} of {operand.rows_seen} rows were not finite"
+    if gemm != "grad_input" and any(c.safety != "safe" for c in classes):
+        sizes = statistics.input.column_sizes.cpu()
+        ratio = float(sizes.max() / sizes[sizes > 0].median()) if float(sizes.max()) else 0.0
+        if ratio >= OUTSTANDING:
+            yield (
+                f"input column {int(sizes.argmax())} is {ratio:.3g} times as large as the median "
+                "one: normalize it"
+            )
     if norm == "layer" and statistics.mean_ratio > 8:
         yield f"LayerNorm subtracts means of {statistics.mean_ratio:.0f} deviations"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -280,6 +281,23 @@ def test_notes_tell_when_bfloat16_exceeds_the_budget() -> None:
     errors = [replayed(row_err=0.2), replayed(scales=Granularity.NONE, row_err=0.07)]
     found = only(verdicts_of("a", shaped(64, 64, 9), errors))
     assert found.notes == ("bfloat16 itself has a row_err of 0.07 > 0.06",)
+
+
+def test_notes_name_the_input_column_that_stands_out() -> None:
+    """Where FP8 is not safe; of a gradient of the input no column is read."""
+    x = torch.randn(256, 9, generator=torch.Generator().manual_seed(0))
+    x[:, 4] *= 1000
+    site = site_of(x, torch.randn(64, 9), torch.randn(256, 64))
+    errors = [replayed(row_err=0.2), replace(replayed(row_err=0.2), gemm="grad_input")]
+    output, grad_input = verdicts_of("a", site, errors)
+    assert len(output.notes) == 1
+    assert re.fullmatch(
+        r"input column 4 is \S+ times as large as the median one: normalize it", output.notes[0]
+    )
+    assert grad_input.notes == ()
+    assert only(verdicts_of("a", site, [replayed(row_err=0.02)])).notes == ()
+    site.input.column_sizes.zero_()
+    assert verdicts_of("a", site, errors)[0].notes == ()
 
 
 def test_few_rows_are_undecided_and_wrong_kernels_are_ignored() -> None:
