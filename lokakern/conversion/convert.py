@@ -761,8 +761,9 @@ class Conversion:
                 loss is not one finite number of float32 or more, differs between two runs of a
                 batch, or calls no converted layer.
             UnknownNameError: The conversion was undone.
-            UnsupportedError: The conversion is for training, or torch.distributed has several
-                ranks, which would decide differently.
+            UnsupportedError: The conversion is for training, the operands are not multiplied in
+                bfloat16, so that nothing runs in FP8, or torch.distributed has several ranks, which
+                would decide differently.
         """
         return limit_loss(self, loss, batches, relative)
 

@@ -210,7 +210,7 @@ def tune(
         )
         try:
             start_again(conversion)
-            rows, trained = observed_rows(conversion, step)
+            rows, trained, _ = observed_rows(conversion, step)
             native.wait()  # warm calls become faster when it is there
             groups = groups_of(conversion, rows, trained)
             switch = Switch(conversion, groups)
