@@ -427,7 +427,9 @@ def _judged(candidate: Candidate, verdict: Verdict | None, device: Device) -> Ca
     found = None if verdict is None else verdict.of(numerics)
     errors: dict[str, float] = {}
     reason = ""
-    if found is None:
+    if verdict is None:
+        reason = NO_VERDICT
+    elif found is None:
         reason = f"Probe did not replay {numerics}"
     elif found.architecture not in ("", device.architecture):
         reason = f"Probe replayed {numerics} on {found.architecture}"
@@ -523,6 +525,7 @@ def _why_unaligned(gemm: str, table: Table, judge: Judge) -> str:
 
 
 _SLOWER = re.compile(r"slower: ([0-9.]+) us")
+NO_VERDICT = "no verdict in the report (Probe did not see it)"
 EMULATED = "torch.emulated_"  # in names of kernels
 _NOT_HERE = ("not installed", "reads no weight quantized ahead", "emulates", "rows of n=")
 
@@ -533,6 +536,8 @@ def _reasons(choice: Choice) -> str:
     First come kernels that would be taken if Probe had replayed them.
     """
     pick = choice.pick
+    if any(NO_VERDICT in why for _, why in pick.rejected):
+        return NO_VERDICT
     us = {c.name: x[0].latency_us for c in choice.table.candidates if (x := c.time_at(choice.m))}
 
     def rank(rejected: tuple[str, str]) -> tuple[float, ...]:

@@ -352,6 +352,16 @@ def test_a_faster_kernel_that_probe_did_not_replay_is_named_first(book: Book) ->
     )
 
 
+def test_a_product_without_a_verdict_says_so(book: Book) -> None:
+    book.write(*(time(name, gemm(256, N, K), us) for name, us in ((BF16, 4.0), (ROW_KERNEL, 1.0))))
+    report = report_of(verdict("output", "row", "safe", 0.04, site="another"))
+    found = convert(model_of(), report, device=H200)
+    assert found.sites["0"].routes[0].why == (
+        "at m=256 no verdict in the report (Probe did not see it)"
+    )
+    assert kernels(found, "0", "output", (256,)) == [""]
+
+
 def test_a_probe_of_a_model_converts_it(known: Book) -> None:
     """A user may do this on a machine without a GPU."""
     model = nn.Sequential(nn.Linear(K, N, bias=False), nn.LayerNorm(N), nn.Linear(N, 1))
