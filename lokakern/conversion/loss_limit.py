@@ -371,8 +371,8 @@ def _unjudged(
                     [(start, tuple(step.kernel for step in steps)) for start, steps in part]
                     for part in read_plan(chain.text)[1:]
                 ]
-                site = _unjudged_site(words_of(sites), parts, sizes, is_chain=True)
-                found.append(_of_operands(site, dtypes) if is_at and dtypes else site)
+                one = _unjudged_site(words_of(sites), parts, sizes, is_chain=True)
+                found.append(_of_operands(one, dtypes) if is_at and dtypes else one)
     for name, site in conversion.sites.items():
         text, sizes = site.routes[0].text, rows.get(name, ())
         is_at = any(kernel_at(text, m) for m in sizes)

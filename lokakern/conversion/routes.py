@@ -250,6 +250,20 @@ def routes_of(
     return first, second, third
 
 
+def measures_bias(m: int, n: int, k: int, device: Device, regime: str) -> bool:
+    """Whether to measure a layer with a bias with it, at m rows.
+
+    Not where other m were measured without a bias and none with it: `routes_of` reads the times
+    without a bias only where there are none with it, so that these m would be lost.
+    """
+    for epilogue, found in (("bias", True), ("none", False)):
+        problem = output_problem(n, k, epilogue)(m)
+        table = dispatcher.table_for(problem, None, None, device, regime, is_choice=False)
+        if table.measured_m:
+            return found
+    return True
+
+
 def with_padded_sizes(n: int, k: int, forms: Sequence[str]) -> dict[tuple[int, int], list[str]]:
     """Sizes to measure for an unaligned layer besides its own, with the forms of a suite.
 
