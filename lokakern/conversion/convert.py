@@ -1019,7 +1019,10 @@ class Conversion:
 
     @property
     def checks(self) -> list[dict[str, Any]]:
-        """Results of ``check=`` for each product, see `lokakern.sampled_check.results`."""
+        """Results of ``check=`` for each product, see `lokakern.sampled_check.results`.
+
+        Products that never ran in FP8 have no row, such as those without a kernel at m.
+        """
         chosen = (c for site in self.sites.values() for c in self._chosen_for(site))
         return sampled_check.results(route for c in chosen for route in c.routes)
 

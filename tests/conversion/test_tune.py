@@ -456,7 +456,9 @@ def test_without_fp8_a_cpu_runs_no_step() -> None:
         raise AssertionError("the step ran")
 
     found = handle.tune(step)
-    assert found.summary == "the step has no quantized product: there is nothing to tune"
+    assert found.summary == (
+        "the step has no quantized product (the model is on a CPU): there is nothing to tune"
+    )
     assert (found.rows, found.variants, found.file.dropped) == ([], 0, set())
     assert [site.name for site in found.file.sites] == [*handle.sites]
 
