@@ -464,6 +464,13 @@ def test_a_converted_layer_warns_and_names_its_site(book: Book, compiled: bool) 
     assert first["site"] == "0/output" and first["checks"] == 2 and 0.18 < first["row_err"] < 0.21
 
 
+def test_products_without_a_kernel_at_m_have_no_row(book: Book) -> None:
+    model, handle = converted(zero=True, check="1:64", m_range=(M, M))
+    assert not alarms(lambda: model(inputs(5.0)[: M // 2])) and handle.checks == []
+    alarms(lambda: model(inputs(5.0)))
+    assert [(row["site"], row["calls"]) for row in handle.checks] == [("0/output", 1)]
+
+
 def test_a_converted_layer_does_not_warn_for_measured_distributions(book: Book) -> None:
     model, handle = converted(zero=True, check="1:64")
     assert not alarms(lambda: model(inputs(0.0)).float().square().mean().backward())

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from lokakern.bench.fp8_gain.products import Product
-from lokakern.conversion.routes import with_padded_sizes
+from lokakern.conversion.routes import measures_bias, with_padded_sizes
 from lokakern.registry.register import fp8_format
 from lokakern.selection import dispatcher
 from lokakern.selection.choice import Choice
@@ -178,10 +178,11 @@ class Worth:
         """Layers of a suite that were never measured, without batched products.
 
         Of unaligned layers also the padded sizes, as in `Conversion.suite`. Layers of equal sizes
-        are one, with the names of all and their number of calls.
+        are one, with the names of all and their number of calls. Outputs have the bias of the layer
+        unless only other m were measured, and without it.
         """
-        forms: dict[tuple[int, int, int], dict[str, None]] = {}
-        counts: dict[tuple[int, int, int], dict[str, int]] = {}
+        forms: dict[tuple[int, int, int, bool], dict[str, None]] = {}
+        counts: dict[tuple[int, int, int, bool], dict[str, int]] = {}
         is_training = any(row.gemm != "output" for row in self.rows)
         of_output = ("gemm",) if is_training else ("gemm", "prepared")
         for row in self.rows:
@@ -190,12 +191,15 @@ class Worth:
                 names = of_output if row.gemm == "output" else (row.gemm,)
                 wide = with_padded_sizes(p.n, p.k, names) if p.can_pad else {}
                 for (n, k), wanted in ((p.n, p.k), names), *wide.items():
-                    forms.setdefault((p.m, n, k), {}).update(dict.fromkeys(wanted))
-                    counts.setdefault((p.m, n, k), {})[p.layer] = p.count
+                    has_bias = p.bias and measures_bias(p.m, n, k, self.device, self.regime)
+                    key = p.m, n, k, has_bias
+                    forms.setdefault(key, {}).update(dict.fromkeys(wanted))
+                    counts.setdefault(key, {})[p.layer] = p.count
         return [
-            {"name": ", ".join(counts[m, n, k]), "count": sum(counts[m, n, k].values()),
-             "m": m, "n": n, "k": k, "forms": [*x]}
-            for (m, n, k), x in forms.items()
+            {"name": ", ".join(counts[key]), "count": sum(counts[key].values()),
+             "m": key[0], "n": key[1], "k": key[2], **({"bias": True} if key[3] else {}),
+             "forms": [*x]}
+            for key, x in forms.items()
         ]  # fmt: skip
 
 

@@ -43,6 +43,7 @@ from lokakern.conversion.routes import (
     MRange,
     Route,
     activating_route,
+    measures_bias,
     routes_of,
     with_padded_sizes,
 )
@@ -287,6 +288,9 @@ def convert(
             raise
         apply_tuning(conversion, kept)
     return conversion
+
+
+_Sizes = tuple[int, int, bool]  # n, k and whether with a bias
 
 
 @dataclass
@@ -761,8 +765,9 @@ class Conversion:
                 loss is not one finite number of float32 or more, differs between two runs of a
                 batch, or calls no converted layer.
             UnknownNameError: The conversion was undone.
-            UnsupportedError: The conversion is for training, or torch.distributed has several
-                ranks, which would decide differently.
+            UnsupportedError: The conversion is for training, the operands are not multiplied in
+                bfloat16, so that nothing runs in FP8, or torch.distributed has several ranks, which
+                would decide differently.
         """
         return limit_loss(self, loss, batches, relative)
 
@@ -1014,7 +1019,10 @@ class Conversion:
 
     @property
     def checks(self) -> list[dict[str, Any]]:
-        """Results of ``check=`` for each product, see `lokakern.sampled_check.results`."""
+        """Results of ``check=`` for each product, see `lokakern.sampled_check.results`.
+
+        Products that never ran in FP8 have no row, such as those without a kernel at m.
+        """
         chosen = (c for site in self.sites.values() for c in self._chosen_for(site))
         return sampled_check.results(route for c in chosen for route in c.routes)
 
@@ -1219,18 +1227,20 @@ class Conversion:
         Returns:
             "" if nothing is missing.
         """
-        missing: dict[tuple[int, int], dict[str, list[int]]] = {}  # m of each form
+        missing: dict[_Sizes, dict[str, list[int]]] = {}  # m of each form
         for rows in m:
             for sizes, forms in self._unmeasured_at(rows).items():
                 of_sizes = missing.setdefault(sizes, {})
                 for form in forms:
                     of_sizes.setdefault(form, []).append(rows)
         layers = []
-        for (n, k), of_sizes in missing.items():
+        for (n, k, has_bias), of_sizes in missing.items():
+            bias = "bias = true\n" * has_bias
             for at in dict.fromkeys(map(tuple, of_sizes.values())):
                 forms = [form for form, every in of_sizes.items() if tuple(every) == at]
                 layers.append(
-                    f"[[layer]]\nm = {list(at)}\nn = {n}\nk = {k}\nforms = {json.dumps(forms)}\n"
+                    f"[[layer]]\nm = {list(at)}\nn = {n}\nk = {k}\n{bias}"
+                    f"forms = {json.dumps(forms)}\n"
                 )
         layers += [
             f"[[layer]]\nm = {list(m)}\nn = {n}\nk = {k}\nactivation = {json.dumps(activation)}\n"
@@ -1245,16 +1255,19 @@ class Conversion:
         ]
         return "\n".join([f"name = {json.dumps(name)}\n", *layers]) if layers else ""
 
-    def _unmeasured_at(self, m: int) -> dict[tuple[int, int], list[str]]:
-        """Forms of products without a time at m, as in a file of layers, by n and k."""
+    def _unmeasured_at(self, m: int) -> dict[_Sizes, list[str]]:
+        """Forms of products without a time at m, as in a file of layers, by sizes."""
         is_forced = isinstance(self._wanted, Forced)
         chosen = {} if is_forced else self._chosen(self._wanted, (m, m))
-        missing: dict[tuple[int, int], list[str]] = {}
+        missing: dict[_Sizes, list[str]] = {}
         for site in self.sites.values():
             if site.module.is_mixing:
                 continue
-            n, k, _, _ = shape_of(site.module)
+            n, k, has_bias, weight = shape_of(site.module)
             turned = isinstance(site.module, RawProduct) and site.module.matrix.is_turned
+            device = self._device_for(weight)
+            with_bias = has_bias and (self._inference or not turned)  # else no suite has it
+            with_bias = with_bias and measures_bias(m, n, k, device, self.regime)
             routes = chosen.get(site.name, site.routes)
             for route in routes[: 1 if self._inference else None]:
                 if route.choices and not route.is_predicted:
@@ -1262,13 +1275,14 @@ class Conversion:
                 gemm, sizes = route.gemm, (n, k)
                 if turned and not self._inference and gemm in _TURNED:
                     gemm, sizes = _TURNED[gemm], (k, n)
-                forms = missing.setdefault(sizes, [])
+                forms = missing.setdefault((*sizes, with_bias), [])
                 wanted = ("gemm", "prepared") if self._inference else ("gemm",)
                 wanted = wanted if gemm == "output" else (gemm,)
                 forms += [form for form in wanted if form not in forms]
-        for (n, k), forms in list(missing.items()):
+        for (n, k, has_bias), forms in list(missing.items()):
             for wide, of_wide in with_padded_sizes(n, k, forms).items():
-                also = missing.setdefault(wide, [])
+                is_wide_with = has_bias and measures_bias(m, *wide, device, self.regime)
+                also = missing.setdefault((*wide, is_wide_with), [])
                 also += [form for form in of_wide if form not in also]
         return missing
 

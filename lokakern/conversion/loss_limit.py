@@ -55,6 +55,7 @@ BINS = 1000  # of the limit, in which the knapsack counts losses
 MOST_TRIES = 10  # sets that are measured together
 NOISE = 0.1  # of the limit: what two runs of a batch may differ by
 SHRINK = (0.4, 0.7)  # the next set may lose so much of what the last one might, by its excess
+Dtypes = tuple[torch.dtype, torch.dtype]  # of input and weight
 UNKNOWN_GAIN_US = 1e-3  # of a product without a time at these rows: FP8 rather than not
 EAGER_ONLY = "in FP8 in eager calls only, such as the loss; compiled code leaves it in bf16"
 FRONT = (0.25, 0.5, 1.0, 2.0, 4.0)  # limits that the outcome tells about, as multiples
@@ -101,14 +102,15 @@ class LimitedSite:
 
 @dataclass(frozen=True)
 class UnjudgedSite:
-    """A layer in FP8 or a chain, but at no number of rows of the batches; it stays.
+    """A layer in FP8 or a chain that does not run in FP8 in the batches; it stays.
 
     Attributes:
         name: As of `LimitedSite`.
         kernels: Names of its kernels.
         least_m: The least m at which it runs.
         rows: Rows of its inputs in the batches.
-        why: Where it runs, in words.
+        why: Where it runs, or why not in the batches, in words.
+        is_unfit: Whether it has kernels at these rows, which do not take the operands.
     """
 
     name: str
@@ -116,6 +118,7 @@ class UnjudgedSite:
     least_m: int
     rows: tuple[int, ...]
     why: str
+    is_unfit: bool = False
 
 
 @dataclass(frozen=True)
@@ -134,7 +137,8 @@ class LossLimit:
         runs: Forward passes.
         seconds: Time that it took.
         unseen: Layers in FP8 that no batch called; they are as before.
-        unjudged: Layers in FP8 and chains, but only at other numbers of rows; they stay.
+        unjudged: Layers in FP8 and chains, but only at other numbers of rows or with operands of
+            other dtypes; they stay.
         file: What `save` writes.
     """
 
@@ -175,14 +179,17 @@ class LossLimit:
     def summary(self) -> str:
         """The change of the loss and the gain, in a few words."""
         notes = "; errors were emulated" if self.file.is_emulated else ""
-        if self.unjudged:
-            rows = _words({m for site in self.unjudged for m in site.rows})
+        elsewhere = [site for site in self.unjudged if not site.is_unfit]
+        if elsewhere:
+            rows = _words({m for site in elsewhere for m in site.rows})
             notes += (
-                f"; {len(self.unjudged)} not judged: their rows are others than those of the "
+                f"; {len(elsewhere)} not judged: their rows are others than those of the "
                 f"batches ({rows})"
             )
-        if self.unjudged and not self.sites:
-            least = min(site.least_m for site in self.unjudged)
+        if unfit := [site.name for site in self.unjudged if site.is_unfit]:
+            notes += f"; not judged, as operands were not bfloat16: {', '.join(unfit)}"
+        if elsewhere and not self.sites:
+            least = min(site.least_m for site in elsewhere)
             notes += f"; the least m at which one runs is {least}"
         if eager := [site.name for site in self.sites if not site.is_compiled]:
             notes += f"; {', '.join(eager)}: {EAGER_ONLY}"
@@ -267,13 +274,14 @@ def limit_loss(
         try:
             start_again(conversion)
             progress.tell("loss", 0.0)
-            rows, _ = observed_rows(conversion, lambda: [run(batch) for batch in batches])
+            rows, _, unfit = observed_rows(conversion, lambda: [run(batch) for batch in batches])
             if not rows:
                 raise MeasurementError(
                     "limit_loss: the loss calls none of the converted layers; expected one that "
                     "runs the converted model"
                 )
             groups = single(groups_of(conversion, rows, set()))
+            groups = _fitting(groups, unfit)
             trial = _Trial(conversion, groups, run, batches)
             off = trial.run(relative)
         except BaseException:
@@ -301,7 +309,7 @@ def limit_loss(
     unseen = tuple(
         name for name, site in conversion.sites.items() if name not in rows and site.routes[0].text
     )
-    unjudged = _unjudged(conversion, rows)
+    unjudged = _unjudged(conversion, rows, unfit)
     return trial.outcome(off, relative, time.monotonic() - begun, file, unseen, unjudged)
 
 
@@ -312,28 +320,76 @@ def _is_emulated(conversion: Conversion, groups: Iterable[Group]) -> bool:
     return any(is_emulated(name, here) for name in names)
 
 
-def _unjudged(conversion: Conversion, rows: Rows) -> tuple[UnjudgedSite, ...]:
-    """Chains, and products in FP8, that batches call, but at no m at which they run."""
+def _fitting(groups: list[Group], unfit: Mapping[str, Dtypes]) -> list[Group]:
+    """The groups without those that no call of the loss runs in FP8, as operands are unfit.
+
+    Raises:
+        UnsupportedError: No product is left that would run in FP8.
+    """
+    found = [
+        group for group in groups
+        if not _quantizes(group) or unfit.keys().isdisjoint(_layers_of(group))
+    ]  # fmt: skip
+    if len(found) < len(groups) and not any(map(_quantizes, found)):
+        lost = (name for group in groups if _quantizes(group) for name in _layers_of(group))
+        dtypes = next(unfit[name] for name in lost if name in unfit)
+        raise UnsupportedError(
+            f"limit_loss: {_why_unfit(*dtypes)}, so that nothing runs in FP8 and the loss does not "
+            "change; run the loss under torch.autocast in bfloat16, or convert all of the model to "
+            "bfloat16"
+        )
+    return found
+
+
+def _layers_of(group: Group) -> tuple[str, ...]:
+    """Layers of a group, those of its chains included."""
+    return group.sites + tuple(name for sites in group.chains for name in sites)
+
+
+def _quantizes(group: Group) -> bool:
+    """Whether it is a product or chain in FP8, and no relu or layout of a weight."""
+    return group.gemm != RELU and group.kernels != (LAYOUT,)
+
+
+def _why_unfit(x: torch.dtype, weight: torch.dtype) -> str:
+    return f"the loss multiplies {x} by weights in {weight}, unquantized"
+
+
+def _unjudged(
+    conversion: Conversion, rows: Rows, unfit: Mapping[str, Dtypes]
+) -> tuple[UnjudgedSite, ...]:
+    """Chains, and products in FP8, that batches call, but not so that they run in FP8."""
     found = []
     for span in conversion.spans:
         for chain in span.plan.chains:
             sites = span.sites_of(chain)
             sizes = rows.get(sites[0], ())
-            if sizes and not any(steps_at(chain.text, m) for m in sizes):
+            is_at = any(steps_at(chain.text, m) for m in sizes)
+            dtypes = next((unfit[name] for name in sites if name in unfit), None)
+            if sizes and (not is_at or dtypes):
                 parts = [
                     [(start, tuple(step.kernel for step in steps)) for start, steps in part]
                     for part in read_plan(chain.text)[1:]
                 ]
-                found.append(_unjudged_site(words_of(sites), parts, sizes, is_chain=True))
+                one = _unjudged_site(words_of(sites), parts, sizes, is_chain=True)
+                found.append(_of_operands(one, dtypes) if is_at and dtypes else one)
     for name, site in conversion.sites.items():
         text, sizes = site.routes[0].text, rows.get(name, ())
-        if text and sizes and not any(kernel_at(text, m) for m in sizes):
+        is_at = any(kernel_at(text, m) for m in sizes)
+        if text and sizes and (not is_at or name in unfit):
             segments = [
                 [(start, (kernel,) if kernel else ()) for start, kernel in part]
                 for part in read_route(text)[1:]
             ]
-            found.append(_unjudged_site(name, segments, sizes))
+            one = _unjudged_site(name, segments, sizes)
+            found.append(_of_operands(one, unfit[name]) if is_at else one)
     return tuple(found)
+
+
+def _of_operands(site: UnjudgedSite, dtypes: Dtypes) -> UnjudgedSite:
+    """With the words for operands that kernels do not take."""
+    why = f"{_why_unfit(*dtypes)}, as kernels need bfloat16: not judged, stays"
+    return replace(site, why=why, is_unfit=True)
 
 
 def _unjudged_site(
@@ -453,9 +509,8 @@ class _Trial:
         self._run, self._batches = run, batches
         self._switch = Switch(conversion, groups)
         self._free: Off = frozenset(
-            place for place, group in enumerate(groups)
-            if group.gemm != RELU and group.kernels != (LAYOUT,)
-        )  # fmt: skip
+            place for place, group in enumerate(groups) if _quantizes(group)
+        )
         half = (len(batches) + 1) // 2
         self._first, self._second = range(half), range(half, len(batches))
         self._plain: dict[int, float] = {}  # losses without FP8, by batch

@@ -250,6 +250,20 @@ def routes_of(
     return first, second, third
 
 
+def measures_bias(m: int, n: int, k: int, device: Device, regime: str) -> bool:
+    """Whether to measure a layer with a bias with it, at m rows.
+
+    Not where other m were measured without a bias and none with it: `routes_of` reads the times
+    without a bias only where there are none with it, so that these m would be lost.
+    """
+    for epilogue, found in (("bias", True), ("none", False)):
+        problem = output_problem(n, k, epilogue)(m)
+        table = dispatcher.table_for(problem, None, None, device, regime, is_choice=False)
+        if table.measured_m:
+            return found
+    return True
+
+
 def with_padded_sizes(n: int, k: int, forms: Sequence[str]) -> dict[tuple[int, int], list[str]]:
     """Sizes to measure for an unaligned layer besides its own, with the forms of a suite.
 
@@ -427,7 +441,9 @@ def _judged(candidate: Candidate, verdict: Verdict | None, device: Device) -> Ca
     found = None if verdict is None else verdict.of(numerics)
     errors: dict[str, float] = {}
     reason = ""
-    if found is None:
+    if verdict is None:
+        reason = NO_VERDICT
+    elif found is None:
         reason = f"Probe did not replay {numerics}"
     elif found.architecture not in ("", device.architecture):
         reason = f"Probe replayed {numerics} on {found.architecture}"
@@ -523,6 +539,7 @@ def _why_unaligned(gemm: str, table: Table, judge: Judge) -> str:
 
 
 _SLOWER = re.compile(r"slower: ([0-9.]+) us")
+NO_VERDICT = "no verdict in the report (Probe did not see it)"
 EMULATED = "torch.emulated_"  # in names of kernels
 _NOT_HERE = ("not installed", "reads no weight quantized ahead", "emulates", "rows of n=")
 
@@ -533,6 +550,8 @@ def _reasons(choice: Choice) -> str:
     First come kernels that would be taken if Probe had replayed them.
     """
     pick = choice.pick
+    if any(NO_VERDICT in why for _, why in pick.rejected):
+        return NO_VERDICT
     us = {c.name: x[0].latency_us for c in choice.table.candidates if (x := c.time_at(choice.m))}
 
     def rank(rejected: tuple[str, str]) -> tuple[float, ...]:

@@ -146,7 +146,8 @@ class Tuning:
             if self.idle else ""
         )  # fmt: skip
         if self.before is None:
-            return f"the step has no quantized product: there is nothing to tune{idle}"
+            where = " (the model is on a CPU)" * (self.file.device["vendor"] == "cpu")
+            return f"the step has no quantized product{where}: there is nothing to tune{idle}"
         if self.after is None:
             now = "nothing is quantized in the step, which is nn.Linear's"
         else:
@@ -210,7 +211,7 @@ def tune(
         )
         try:
             start_again(conversion)
-            rows, trained = observed_rows(conversion, step)
+            rows, trained, _ = observed_rows(conversion, step)
             native.wait()  # warm calls become faster when it is there
             groups = groups_of(conversion, rows, trained)
             switch = Switch(conversion, groups)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from lokakern.conversion.paired_timing import Variant
 from lokakern.conversion.restored_state import DERIVED
 from lokakern.conversion.routes import EMULATED, GEMMS, Route
 from lokakern.errors import UnsupportedError
+from lokakern.nn.autocast import is_in_bfloat16
 from lokakern.nn.chain_plan import read_plan, steps_at
 from lokakern.nn.linear import CHAIN_DATA, CHAIN_SCALE, is_linear
 from lokakern.nn.module_scan import shape_of
@@ -67,30 +68,51 @@ class Group:
     chains: tuple[ChainSites, ...] = ()
 
 
-def observed_rows(
-    conversion: Conversion, step: Callable[[], object]
-) -> tuple[dict[str, list[int]], set[str]]:
-    """Rows of the inputs of each site in a step, and the sites that are called with gradients.
+class Observed(NamedTuple):
+    """What a step calls.
+
+    Attributes:
+        rows: Rows of the inputs of each site.
+        trained: Sites that are called with gradients.
+        unfit: Sites whose every call multiplies operands that kernels do not take, and dtypes of
+            input and weight in such a call; they are multiplied as by `nn.Linear`.
+    """
+
+    rows: dict[str, list[int]]
+    trained: set[str]
+    unfit: dict[str, tuple[torch.dtype, torch.dtype]]
+
+
+def observed_rows(conversion: Conversion, step: Callable[[], object]) -> Observed:
+    """Rows and dtypes of the inputs of each site in a step.
 
     The step runs once, without torch.compile, whose graphs run no hooks.
     """
     rows: dict[str, set[int]] = defaultdict(set)
     trained: set[str] = set()
+    fit: set[str] = set()
+    unfit: dict[str, tuple[torch.dtype, torch.dtype]] = {}
 
-    def see(name: str) -> Callable[..., None]:
+    def see(name: str, weight: torch.dtype) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
             x = inputs[0] if inputs else named["input"]
             if isinstance(x, Tensor) and x.numel():
                 # Inputs of a raw product may be [..., k, 1].
                 columns = module.in_features if isinstance(module, RawProduct) else x.shape[-1]
                 rows[name].add(x.numel() // columns)
+                if is_in_bfloat16(x.dtype, weight, x.device.type):
+                    fit.add(name)
+                else:
+                    unfit[name] = x.dtype, weight
                 if torch.is_grad_enabled():
                     trained.add(name)
 
         return hook
 
     handles = [
-        site.module.register_forward_pre_hook(see(name), with_kwargs=True)
+        site.module.register_forward_pre_hook(
+            see(name, shape_of(site.module)[3].dtype), with_kwargs=True
+        )
         for name, site in conversion.sites.items()
     ]
     try:
@@ -99,7 +121,10 @@ def observed_rows(
     finally:
         for handle in handles:
             handle.remove()
-    return {name: sorted(found) for name, found in rows.items()}, trained
+    return Observed(
+        {name: sorted(found) for name, found in rows.items()}, trained,
+        {name: dtypes for name, dtypes in unfit.items() if name not in fit},
+    )  # fmt: skip
 
 
 def groups_of(conversion: Conversion, rows: Rows, trained: set[str]) -> list[Group]:

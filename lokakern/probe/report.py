@@ -294,13 +294,11 @@ class ProbeReport:
     @property
     def summary(self) -> str:
         """How much time would be saved, or that no size was timed; "" without a measured device."""
+        explain = f'`explain --probe FILE --training --device "{self.device}"`'
         if self.saved_share is None:
             if self.device not in {device.product for device in dispatcher.snapshot().devices}:
                 return ""
-            return (
-                f"{self.device}: none of these sizes was timed; `explain --probe FILE --training` "
-                "predicts them"
-            )
+            return f"{self.device}: none of these sizes was timed; {explain} predicts them"
         timed, every = (
             sum(j.calls * math.prod(j.verdict.shape) for j in some)
             for some in ([j for j in self._judged if j.verdict.bf16_us], self._judged)
@@ -309,7 +307,7 @@ class ProbeReport:
         rest = ""
         if timed < every:
             which = f"the GEMMs that were timed, {timed / every:.0%} of the FLOPs,"
-            rest = "; of the others `explain --probe FILE --training` predicts times"
+            rest = f"; of the others {explain} predicts times"
         return f"{self.saved_share:.1%} of the time of {which} in bfloat16 would be saved{rest}"
 
     def table(self) -> None:

@@ -375,7 +375,9 @@ class Probe:
         names = {id(p): name for name, p in self.model.named_parameters()}
         modules = [*self._modules.values(), *(module for module, _ in self._left.values())]
         of_sites = {id(p) for module in modules for p in module.parameters()}
-        self._elsewhere = products_elsewhere(output, names, of_sites)
+        layers = named_modules(self.model, lambda module, _: is_layer(module))
+        filtered = {id(p): name for name, layer in layers for p in layer.parameters()}
+        self._elsewhere = products_elsewhere(output, names, of_sites, filtered)
 
     def _optimizer_stepped(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         known = self._optimizer() if self._optimizer is not None else None

@@ -33,13 +33,21 @@ _LAYOUTS = frozenset(
 
 
 def products_elsewhere(
-    output: Any, names: Mapping[int, str], sites: Collection[int]
-) -> dict[str, str]:
-    """Products of a forward pass outside of sites, in words, by parameter's name or `BETWEEN`.
+    output: Any, names: Mapping[int, str], sites: Collection[int],
+    filtered: Mapping[int, str] | None = None,
+) -> dict[str, str]:  # fmt: skip
+    """Products of a forward pass outside of sites, in words, by name or `BETWEEN`.
 
-    Empty where autograd kept nothing. The output of the model may have any structure; names of
-    parameters and sites, which are parameters of layers, are given by their ids.
+    Empty where autograd kept nothing. The output of the model may have any structure.
+
+    Args:
+        output: Of the model.
+        names: Names of parameters, by their ids.
+        sites: Ids of the parameters of sites.
+        filtered: Names of the linear layers that a filter left out, by ids of their parameters;
+            their products are named by layer.
     """
+    left = filtered or {}
     found: dict[str, list[int]] = {}
     known = 0  # multiply-adds of sites, and of what needs no gradient, which has no name
     strangers = False  # parameters that are no module's by now, as those that FSDP2 gathered
@@ -63,16 +71,20 @@ def products_elsewhere(
         elif leaves and id(leaves[0]) not in names:
             strangers = True
         else:
-            name = names[id(leaves[0])] if leaves else BETWEEN
+            key = id(leaves[0]) if leaves else 0
+            name = (left.get(key) or names[key]) if leaves else BETWEEN
             found.setdefault(name, []).append(work)
     total = 0 if strangers else known + sum(map(sum, found.values()))
-    return {name: _words(name, work, total) for name, work in found.items()}
+    layers = set(left.values())
+    return {name: _words(name, work, total, name in layers) for name, work in found.items()}
 
 
-def _words(name: str, work: list[int], total: int) -> str:
+def _words(name: str, work: list[int], total: int, is_left: bool) -> str:
     count = "1 product" if len(work) == 1 else f"{len(work)} products"
     what = "of activations with each other" if name == BETWEEN else "with this parameter"
     share = f"{sum(work) / total:.1%} of all multiply-adds of a forward pass, " if total else ""
+    if is_left:
+        return f"{count} of this layer, {share}left out by filter="
     return f"{count} {what}, {share}of no nn.Linear"
 
 

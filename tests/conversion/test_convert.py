@@ -352,6 +352,16 @@ def test_a_faster_kernel_that_probe_did_not_replay_is_named_first(book: Book) ->
     )
 
 
+def test_a_product_without_a_verdict_says_so(book: Book) -> None:
+    book.write(*(time(name, gemm(256, N, K), us) for name, us in ((BF16, 4.0), (ROW_KERNEL, 1.0))))
+    report = report_of(verdict("output", "row", "safe", 0.04, site="another"))
+    found = convert(model_of(), report, device=H200)
+    assert found.sites["0"].routes[0].why == (
+        "at m=256 no verdict in the report (Probe did not see it)"
+    )
+    assert kernels(found, "0", "output", (256,)) == [""]
+
+
 def test_a_probe_of_a_model_converts_it(known: Book) -> None:
     """A user may do this on a machine without a GPU."""
     model = nn.Sequential(nn.Linear(K, N, bias=False), nn.LayerNorm(N), nn.Linear(N, 1))
@@ -548,8 +558,10 @@ def test_missing_measurements_are_a_suite_to_sweep(known: Book, tmp_path: Path) 
     file.write_text(found.suite([256, 2048], "mine"))
     problems = {case.problem for case in suite_from_file(file).build(Format.E4M3FN)}
     for m in (256, 2048):
-        assert gemm(m, 1, N) in problems
-        assert (gemm(m, N, K) in problems) == (m == 2048)  # beyond the measured m
+        assert replace(gemm(m, 1, N), epilogue="bias") in problems
+        # Beyond the measured m, which convert would no longer read with times with a bias.
+        assert (gemm(m, N, K) in problems) == (m == 2048)
+        assert replace(gemm(m, N, K), epilogue="bias") not in problems
         assert grad_weight_case(m, 1, N).problem in problems
         beyond = {(m, N, K), (m, K, N)} if m == 2048 else set()
         assert {p.shape for p in problems if p.m == m} == {(m, 1, N), (m, N, 1)} | beyond

@@ -389,6 +389,63 @@ def test_chains_at_other_rows_are_named(chains: Book) -> None:  # noqa: F811
     assert len(found.unjudged[0].kernels) > 0 and is_chained(model)
 
 
+def test_a_loss_in_float32_is_refused_and_under_autocast_judged(known: Book) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)).eval()
+    handle = convert(model, kernels={"output": "row"}, device=None)
+    routes = {name: site.routes for name, site in handle.sites.items()}
+    given = list(torch.randn(4, M, WIDTH))
+
+    def loss(x: Tensor) -> Tensor:
+        return 1.0 + model(x).float().square().mean()
+
+    words = (
+        "the loss multiplies torch.float32 by weights in torch.float32, unquantized, so that "
+        "nothing runs in FP8.*run the loss under torch.autocast in bfloat16"
+    )
+    with pytest.raises(UnsupportedError, match=words):
+        handle.limit_loss(loss, given)
+    assert {name: site.routes for name, site in handle.sites.items()} == routes
+
+    def cast(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss(x)
+
+    found = handle.limit_loss(cast, given, relative=1.0)
+    assert [site.name for site in found.sites] == ["0", "2"] and not found.unjudged
+    assert all(site.change.mean != 0 for site in found.sites)
+
+
+def test_a_layer_that_the_loss_calls_in_float32_is_not_judged(known: Book) -> None:
+    class Half(Branches):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                y = self.parts[0](x).float()
+            return y + self.parts[1](x)
+
+    model = Half().eval().requires_grad_(False)
+    handle = convert(model, 0.06)
+    given = list(torch.randn(4, M, WIDTH))
+    found = handle.limit_loss(lambda x: 1.0 + model(x).square().mean(), given, relative=1e-12)
+    assert [site.name for site in found.sites] == EVERY[:1]
+    assert [(site.name, site.is_unfit) for site in found.unjudged] == [(EVERY[1], True)]
+    assert found.rows[1]["why"] == (
+        "the loss multiplies torch.float32 by weights in torch.float32, unquantized, as kernels "
+        "need bfloat16: not judged, stays"
+    )
+    assert f"; not judged, as operands were not bfloat16: {EVERY[1]}" in found.summary
+    assert "rows are others" not in found.summary
+    assert in_fp8(handle) == EVERY[1:]
+
+
+def test_a_chain_that_the_loss_calls_in_float32_is_refused(chains: Book) -> None:  # noqa: F811
+    model = tower().float()
+    handle = convert(model, 0.06)
+    seen = [rows_of_tower(512).float() for _ in range(4)]
+    with pytest.raises(UnsupportedError, match="run the loss under torch"):
+        handle.limit_loss(lambda x: 1.0 + model(x).square().mean(), seen)
+
+
 def test_forced_kernels_are_judged_at_any_rows(known: Book) -> None:
     model = model_of()
     handle = convert(model, kernels={"output": "row"}, device=None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tomllib
 from bisect import bisect_right
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,13 +13,14 @@ from torch import nn
 
 import lokakern
 from lokakern import mods
-from lokakern.bench.fp8_gain.gain import worth
-from lokakern.bench.fp8_gain.products import Product
+from lokakern.bench.fp8_gain.gain import _problems, worth
+from lokakern.bench.fp8_gain.products import Product, products_from_file, suite_of
 from lokakern.conversion.convert import Conversion
 from lokakern.conversion.routes import GEMMS, problem_of
 from lokakern.nn.routed_matmul import read_route
 from lokakern.selection import dispatcher
-from lokakern.types import ErrorBudget
+from lokakern.types import ErrorBudget, Format
+from lokakern.workloads.suite_files import suite_from_file
 
 H200 = "NVIDIA H200"
 UNMEASURED, MEASURED, ODD = (2560, 1536), (2048, 2048), (2561, 1535)  # k and n
@@ -214,12 +216,26 @@ def test_a_suite_lists_what_explain_misses(training: bool) -> None:
                 for n, x in model.named_children()]  # fmt: skip
     found = worth(products, budget=ErrorBudget.of(0.06), device=dispatcher.device_named(H200),
                   regime="compiled", gemms=gemms)  # fmt: skip
-    missing = {(x["n"], x["k"], *x["forms"]) for x in found.missing()}
+    missing = {(x["n"], x["k"], x.get("bias"), *x["forms"]) for x in found.missing()}
     model = model if training else model.bfloat16()
     handle = lokakern.convert(model, 0.06, device=H200, inference=not training)
     layers = tomllib.loads(handle.suite([16384]))["layer"]
-    listed = {(x["n"], x["k"], *x["forms"]) for x in layers if "epilogue" not in x}
+    listed = {(x["n"], x["k"], x.get("bias"), *x["forms"]) for x in layers if "epilogue" not in x}
     assert missing == listed and len(missing) == (3 if training else 1)
+
+
+def test_a_suite_holds_the_problems_that_explain_looks_up(tmp_path: Path) -> None:
+    products = [Product("a", 16384, 1024, 1728, bias=True), Product("b", 16384, 1024, 1728)]
+    device = dispatcher.device_named(H200)
+    found = worth(products, budget=ErrorBudget.of(0.06), device=device, regime="compiled")
+    file = tmp_path / "missing.toml"
+    file.write_text(suite_of(found.missing(), name="missing"))
+    problems = {case.problem for case in suite_from_file(file).build(Format.E4M3FN)}
+    for product in products:
+        first, *_ = _problems(product, "output", device, is_training=False)
+        assert {p.epilogue for p in first} == {"bias" if product.bias else "none"}
+        assert problems.issuperset(first)
+    assert [x.bias for x in products_from_file(file)] == [True, False]
 
 
 def test_reasons_at_one_m_are_those_of_dispatch() -> None:

@@ -620,7 +620,7 @@ def test_groups_of_tuning() -> None:
     model = raw()
     handle = forced(model)
     x = rows(32)
-    seen, trained = observed_rows(handle, lambda: model(x))
+    seen, trained, _ = observed_rows(handle, lambda: model(x))
     assert seen == {name: [32] for name in NAMES} and trained == set(NAMES)
     groups = groups_of(handle, seen, trained)
     assert {name for group in groups for name in group.sites} == set(NAMES)

@@ -456,7 +456,9 @@ def test_without_fp8_a_cpu_runs_no_step() -> None:
         raise AssertionError("the step ran")
 
     found = handle.tune(step)
-    assert found.summary == "the step has no quantized product: there is nothing to tune"
+    assert found.summary == (
+        "the step has no quantized product (the model is on a CPU): there is nothing to tune"
+    )
     assert (found.rows, found.variants, found.file.dropped) == ([], 0, set())
     assert [site.name for site in found.file.sites] == [*handle.sites]
 
@@ -676,7 +678,7 @@ def test_rows_are_seen_through_a_compiled_model(known: Book) -> None:
     handle = convert(model, 0.06)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, backend=counter)
-    found, trained = observed_rows(handle, training_step(compiled))
+    found, trained, _ = observed_rows(handle, training_step(compiled))
     assert found == {"0": [M], "2": [M], "4": [M], "6": [M]} and trained == set(found)
     assert counter.frame_count == 0
 

@@ -527,5 +527,5 @@ def test_layers_of_torch_quantize_each_product(products: list[str]) -> None:
                 found = model.train(is_training)(x, y)
                 expected = plain.train(is_training)(x, y)
             assert len(products) == 7 and 0.003 < error(found, expected) < 0.1
-        rows, _ = observed_rows(handle, lambda model=model, x=x, y=y: model(x, y))
+        rows, *_ = observed_rows(handle, lambda model=model, x=x, y=y: model(x, y))
         assert set(rows) == set(handle.sites) and all(rows.values())

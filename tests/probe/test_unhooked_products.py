@@ -147,6 +147,14 @@ def test_reports_list_unseen_products() -> None:
     assert report.content()["unseen"] == report.unseen
 
 
+def test_layers_that_a_filter_leaves_out_are_named_as_such() -> None:
+    model = nn.Sequential(nn.Linear(D, D), nn.ReLU(), nn.Linear(D, D, bias=False))
+    with Probe(model, filter=lambda _, name: name == "0") as probe:
+        model(torch.randn(M, D))
+    words = "1 product of this layer, 50.0% of all multiply-adds of a forward pass"
+    assert probe.unseen() == {"2": f"{words}, left out by filter="}
+
+
 def test_fused_layers_are_not_reported_as_products() -> None:
     class Pair(nn.Module):
         def __init__(self) -> None:

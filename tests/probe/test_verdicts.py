@@ -382,9 +382,10 @@ def test_times_come_from_a_shipped_file(capsys: pytest.CaptureFixture[str]) -> N
     both = ProbeReport([Judged(large, {}, 1), Judged(replace(large, shape=(8192, 4097, 4095),
                         bf16_us=None), {}, 1)], ErrorBudget(row_err=0.06), H200)  # fmt: skip
     assert f"of the GEMMs that were timed, {share:.0%} of the FLOPs, in bf" in both.summary
-    assert "explain --probe" in both.summary
+    command = f'`explain --probe FILE --training --device "{H200}"`'
+    assert f"of the others {command} predicts times" in both.summary
     none = ProbeReport([Judged(unknown, {}, 1)], ErrorBudget(row_err=0.06), H200)
-    assert none.summary.startswith(f"{H200}: none of these sizes was timed; `explain --probe")
+    assert none.summary == f"{H200}: none of these sizes was timed; {command} predicts them"
     none.table()
     out = capsys.readouterr().out
     assert none.summary in out and "no times" not in out + page_of(none.content())
