@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -75,8 +76,9 @@ def import_(
     """Add the measurements of another user's file to your database: all rows, or none.
 
     Every row is checked. Imported rows are quarantined in DATABASE.imports, and dispatch uses them
-    with caution and marks them until `verify` has repeated some of the measurements. A manifest
-    beside the file must match it. Rows that no measurement refers to are left out.
+    with caution and marks them until `verify` has repeated some of the measurements. It reads those
+    of $LOKAKERN_DB, or else of the user's database; `--db` reads none. A manifest beside the file
+    must match it. Rows that no measurement refers to are left out.
     """
     from lokakern.registry.locks import private_folder
     from lokakern.registry.quarantine import imports_folder
@@ -100,7 +102,10 @@ def import_(
     if not any((*report.added.values(), *report.known.values())) and not target.exists():
         say(f"{target} is not written: dispatch reads these rows from the shipped files")
     if any(report.added.values()) and not trust:
-        say(f"they are quarantined in {imports_folder(target)} and count with caution until "
+        where = ""
+        if target.resolve() != user_database().resolve():
+            where = f", with LOKAKERN_DB={shlex.quote(str(target))} (`--db` does not read them),"
+        say(f"they are quarantined in {imports_folder(target)} and count with caution{where} until "
             "`verify` has repeated some of the measurements")  # fmt: skip
     if sha256 is None and not place_of(path).exists():
         say(f"no {place_of(path).name} beside it, and no --sha256: damage that leaves a possible "
