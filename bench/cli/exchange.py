@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shlex
 from collections.abc import Mapping
@@ -165,8 +166,10 @@ def diff(
 
     Errors are compared at the seeds that both have; where one has all rows of the other, as a
     merged file has, nothing changed. The first line counts the rows and runs that both files have,
-    and those of them that differ. The exit code is 7 if any of these differs, as in an edited or
-    damaged copy, else 6 if anything is slower, less accurate or fails in B, else 0.
+    and those of them that differ, the first three of which are named. JSON is an object: `shared`
+    has the counts of the first line, `different` those rows, `cells` the list. The exit code is 7
+    if any of these rows differs, as in an edited or damaged copy, else 6 if anything is slower,
+    less accurate or fails in B, else 0.
     """
     from lokakern.bench.compare.diff import (
         WORSE,
@@ -208,7 +211,11 @@ def diff(
         say(str(shared))
     found = differences(one, other, limit=limit.value)
     shown = [d for d in found if everything or d.verdict != "same"]
-    if how is not OutputFormat.TABLE:
+    if how is OutputFormat.JSON:
+        facts = {"shared": None, "different": []} if shared is None else shared.facts()
+        facts["cells"] = rows_of(shown, one, other, brief=False)
+        print(json.dumps(facts, indent=2, allow_nan=False))
+    elif how is OutputFormat.CSV:
         terminal.print_rows(rows_of(shown, one, other, brief=False), how)
     for what in ("time_us", limit.value):
         cells = [d for d in shown if d.what == what]
@@ -222,7 +229,7 @@ def diff(
             say(f"{count} cell{'s' * (count > 1)} of {what}: {_words(counts)}")
     if not found:
         say("no cells: neither has times or errors")
-    if shared is not None and shared.differing:
+    if shared is not None and shared.different:
         raise typer.Exit(ExitCode.EDITED)
     if any(d.verdict in WORSE for d in found):
         raise typer.Exit(ExitCode.WORSE)
