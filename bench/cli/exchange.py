@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shlex
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -75,8 +77,9 @@ def import_(
     """Add the measurements of another user's file to your database: all rows, or none.
 
     Every row is checked. Imported rows are quarantined in DATABASE.imports, and dispatch uses them
-    with caution and marks them until `verify` has repeated some of the measurements. A manifest
-    beside the file must match it. Rows that no measurement refers to are left out.
+    with caution and marks them until `verify` has repeated some of the measurements. It reads those
+    of $LOKAKERN_DB, or else of the user's database; `--db` reads none. A manifest beside the file
+    must match it. Rows that no measurement refers to are left out.
     """
     from lokakern.registry.locks import private_folder
     from lokakern.registry.quarantine import imports_folder
@@ -100,7 +103,10 @@ def import_(
     if not any((*report.added.values(), *report.known.values())) and not target.exists():
         say(f"{target} is not written: dispatch reads these rows from the shipped files")
     if any(report.added.values()) and not trust:
-        say(f"they are quarantined in {imports_folder(target)} and count with caution until "
+        where = ""
+        if target.resolve() != user_database().resolve():
+            where = f", with LOKAKERN_DB={shlex.quote(str(target))} (`--db` does not read them),"
+        say(f"they are quarantined in {imports_folder(target)} and count with caution{where} until "
             "`verify` has repeated some of the measurements")  # fmt: skip
     if sha256 is None and not place_of(path).exists():
         say(f"no {place_of(path).name} beside it, and no --sha256: damage that leaves a possible "
@@ -160,8 +166,10 @@ def diff(
 
     Errors are compared at the seeds that both have; where one has all rows of the other, as a
     merged file has, nothing changed. The first line counts the rows and runs that both files have,
-    and those of them that differ. The exit code is 7 if any of these differs, as in an edited or
-    damaged copy, else 6 if anything is slower, less accurate or fails in B, else 0.
+    and those of them that differ, the first three of which are named. JSON is an object: `shared`
+    has the counts of the first line, `different` those rows, `cells` the list. The exit code is 7
+    if any of these rows differs, as in an edited or damaged copy, else 6 if anything is slower,
+    less accurate or fails in B, else 0.
     """
     from lokakern.bench.compare.diff import (
         WORSE,
@@ -203,7 +211,11 @@ def diff(
         say(str(shared))
     found = differences(one, other, limit=limit.value)
     shown = [d for d in found if everything or d.verdict != "same"]
-    if how is not OutputFormat.TABLE:
+    if how is OutputFormat.JSON:
+        facts = {"shared": None, "different": []} if shared is None else shared.facts()
+        facts["cells"] = rows_of(shown, one, other, brief=False)
+        print(json.dumps(facts, indent=2, allow_nan=False))
+    elif how is OutputFormat.CSV:
         terminal.print_rows(rows_of(shown, one, other, brief=False), how)
     for what in ("time_us", limit.value):
         cells = [d for d in shown if d.what == what]
@@ -217,7 +229,7 @@ def diff(
             say(f"{count} cell{'s' * (count > 1)} of {what}: {_words(counts)}")
     if not found:
         say("no cells: neither has times or errors")
-    if shared is not None and shared.differing:
+    if shared is not None and shared.different:
         raise typer.Exit(ExitCode.EDITED)
     if any(d.verdict in WORSE for d in found):
         raise typer.Exit(ExitCode.WORSE)

@@ -31,6 +31,7 @@ from lokakern.types import Device, Problem
 ERROR_NOISE = 0.01
 LIMITS = tuple(limit for limit in LIMIT_COLUMNS if limit != "sqnr_db")  # which is rel_err in dB
 WORSE = ("slower", "less accurate", "fails")
+MOST_NAMED = 3  # different rows in a message
 NOT_COMPARED = ("other seeds", "only in A", "only in B")
 VERDICTS = (*WORSE, "faster", "more accurate", "works", *NOT_COMPARED, "same")
 
@@ -217,13 +218,26 @@ def _time(rows: list[dict[str, Any]], digest: str, of_cell: frozenset[tuple[Any,
 
 
 @dataclass(frozen=True, slots=True)
+class EditedRow:
+    """A measurement of one key whose values differ."""
+
+    table: str
+    key: str  # hex digits
+    columns: Mapping[str, tuple[Any, Any]]  # what differs, with the values of the two databases
+
+    def __str__(self) -> str:
+        values = (f"{name} {a!r} and {b!r}" for name, (a, b) in self.columns.items())
+        return f"{self.table} row {self.key}: {', '.join(values)}"
+
+
+@dataclass(frozen=True, slots=True)
 class Shared:
     """What two databases have in common.
 
     Attributes:
         runs: Number of runs of both.
         rows: Number of measurements of equal keys.
-        differing: How many of these have other values: one of them was edited or damaged.
+        different: Those of them with other values: one of the databases was edited or damaged.
         only: Numbers of measurements that only the first and only the second have.
         of_shared_runs: Whether any of these is of a run of both, so that rows were left out.
         of_other_runs: Whether any of these is of another run.
@@ -231,17 +245,23 @@ class Shared:
 
     runs: int
     rows: int
-    differing: int
+    different: tuple[EditedRow, ...]
     only: tuple[int, int]
     of_shared_runs: bool
     of_other_runs: bool
 
     def __str__(self) -> str:
-        how = f", {self.differing or 'none'} of them different" if self.rows else ""
+        count = len(self.different)
+        how = f", {count or 'none'} of them different" if self.rows else ""
         words = (f"A and B share {self.runs} runs and {self.rows} rows{how}; "
                  f"only in A: {self.only[0]} rows, only in B: {self.only[1]}")  # fmt: skip
-        if self.differing:
-            words += "\na row never changes: one of the files was edited or damaged"
+        if count:
+            named = [f"  {row}" for row in self.different[:MOST_NAMED]]
+            if count > MOST_NAMED:
+                named.append(f"  and {count - MOST_NAMED} more: --json has all")
+            words = "\n".join(
+                [words, "a row never changes: one of the files was edited or damaged", *named]
+            )
         if not all(self.only):
             return words
         if not self.of_other_runs:
@@ -250,18 +270,50 @@ class Shared:
             why = "of other runs" + ", and of parts of the same ones" * self.of_shared_runs
         return f"{words}\ncells compare these other rows, too, which vary without an edit: {why}"
 
+    def facts(self) -> dict[str, Any]:
+        """The counts, and the different rows, as JSON has them."""
+        return {
+            "shared": {
+                "runs": self.runs,
+                "rows": self.rows,
+                "different": len(self.different),
+                "only_in_a": self.only[0],
+                "only_in_b": self.only[1],
+            },
+            "different": [
+                {
+                    "table": row.table,
+                    "key": row.key,
+                    "columns": {
+                        name: {"a": _finite(a), "b": _finite(b)}
+                        for name, (a, b) in row.columns.items()
+                    },
+                }
+                for row in self.different
+            ],
+        }
+
 
 def shared_by(a: Rows, b: Rows) -> Shared:
     """Compare the keys of two databases, and the rows of equal ones."""
     runs = {row[0] for row in a["run"]} & {row[0] for row in b["run"]}
     one, other = ({row[0]: row for name in FACTS for row in rows[name]} for rows in (a, b))
+    different = [
+        EditedRow(name, key, {
+            column: (mine, its)
+            for column, mine, its in zip(COLUMNS[name], row, other[key], strict=True)
+            if mine != its
+        })
+        for name in FACTS for key, *_ in a[name]
+        if key in other and (row := one[key]) != other[key]
+    ]  # fmt: skip
     both = one.keys() & other.keys()
     is_shared = {
         row[COLUMNS[name].index("run")] in runs
         for rows in (a, b) for name in FACTS for row in rows[name] if row[0] not in both
     }  # fmt: skip
     return Shared(
-        len(runs), len(both), sum(one[key] != other[key] for key in both),
+        len(runs), len(both), tuple(different),
         (len(one) - len(both), len(other) - len(both)), True in is_shared, False in is_shared,
     )  # fmt: skip
 
@@ -317,9 +369,14 @@ def _row(
     return row | {"where": names.get(place, place) or "-", **spreads, "kernel_changed": changed}
 
 
-def _shown(found: Found | None) -> float | str:
+def _shown(found: Found | None) -> Any:
     if found is None:
         return "-"
     if found.status != "ok":
         return found.status
-    return found.value if math.isfinite(found.value) else "infinite"
+    return _finite(found.value)
+
+
+def _finite(value: Any) -> Any:
+    """A value that JSON has."""
+    return "infinite" if value == math.inf else value

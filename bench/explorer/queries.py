@@ -107,11 +107,14 @@ ORDER BY x_bf16 DESC, n, k, m""",
         "Where FP8 loses",
         "Products for which bfloat16 is faster than every quantizing kernel of any error, greatest "
         "loss first. Where rows are not aligned and the file has no time of torch.bf16_padded, the "
-        "loss may be larger. Defaults: any device, m, n and k.",
+        "loss may be larger; where only emulations of FP8 were timed, FP8 hardware may win. A note "
+        "says so. Defaults: any device, m, n and k.",
         f"""\
 WITH {_TIMED}, {_PLAIN}
 SELECT {_SHAPE}, timed.kernel AS fastest_fp8, min(timed.us) / plain.us AS times_as_long,
-       timed.us AS fp8_us, plain.us AS bf16_us, baseline, note, {_DETAILS}
+       timed.us AS fp8_us, plain.us AS bf16_us, baseline,
+       trim(plain.note || iif(sum(NOT instr(timed.kernel, 'emulated')), '',
+            '; only emulated FP8 was timed'), '; ') AS note, {_DETAILS}
 FROM timed JOIN problem ON problem.id = timed.problem
 JOIN plain USING (device_id, problem, regime)
 WHERE problem.op = 'gemm' AND timed.granularity <> 'none' {_TAKEN}

@@ -93,7 +93,7 @@ class Survey:
         if not count:
             return ""
         return (
-            f"a quantizing kernel is faster than the choice at {count} more "
+            f"a quantizing kernel is faster than the unquantized one chosen at {count} "
             f"problem{'s' * (count > 1)} within {budget}, but its error is not wholly measured "
             "(notes name the kernel and what is missing): sweep them with --errors needed"
         )

@@ -612,13 +612,13 @@ def _bounds_or_reason(
     if missing and cells and not usable:
         return "error is stale: the kernel changed since it was measured"
     if missing:
-        fewer = "them" if few == missing else ", ".join(few)
-        some = f", and with fewer on {fewer}: run the sweep again" if few else ""
+        where = "" if few == missing else f" on {', '.join(few)}"
+        some = f", fewer measured{where}: run the sweep again" if few else ""
         count = len(REALISTIC_DISTRIBUTIONS)
         on = ", ".join(missing)
         if set(missing) >= set(REALISTIC_DISTRIBUTIONS):
             on = f"any of the {count} realistic distributions"
-        return f"error not measured on {on} ({FEWEST_SEEDS} seeds{some})"
+        return f"error not measured on {on} ({FEWEST_SEEDS} seeds needed{some})"
     if incomparable:
         return (
             f"error on {', '.join(incomparable)} is only imported, and nothing is known here to "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
@@ -24,29 +25,35 @@ def measured_instead(
 
     Returns:
         Such as "n=512 k=512 was measured on NVIDIA H200 only with bias (epilogue differs): ask with
-        epilogue='bias'"; "" if nothing is near, or the problem itself was measured.
+        epilogue='bias' (--epilogue bias)", with the options of `explain` where it has them; "" if
+        nothing is near, or the problem itself was measured.
     """
     asked = replace(problem, m=0)
-    found: dict[tuple[tuple[str, ...], ...], tuple[str, str]] = {}
+    found: dict[tuple[tuple[str, ...], ...], tuple[str, str, str]] = {}
     for other, its_regime in facts.timed_like(device, problem):
         names = _differing(asked, other)
         words = [_words(name, other) for name in names]
         attributes = _attributes(names, asked, other)
         if its_regime != timed:
-            words.append((f"in {its_regime}", f"regime={its_regime!r}"))
+            words.append((f"in {its_regime}", f"regime={its_regime!r}", f"--regime {its_regime}"))
             attributes.append("regime")
         if not words:
             return ""
-        told, way = " ".join(w for w, _ in words), ", ".join(a for _, a in words)
-        found[tuple(words)] = f"{told} ({_differ(attributes)})", way
+        told, way = " ".join(w for w, _, _ in words), ", ".join(a for _, a, _ in words)
+        given = sorted((o for *_, o in words), key=lambda option: option.startswith("without"))
+        options = " ".join(given) if all(given) else ""
+        found[tuple(words)] = f"{told} ({_differ(attributes)})", way, options
     if not found:
         return _nearest(facts, asked, device, timed, regime)
     few = min(map(len, found))
     nearest = sorted(told for words, told in found.items() if len(words) == few)[:_MOST_NEIGHBORS]
-    ways = dict.fromkeys(way for _, way in nearest)
+    ways: dict[str, list[str]] = {}
+    for _, way, options in nearest:
+        ways.setdefault(way, []).extend([options] if options else [])
+    said = [f"{way} ({', '.join(its)})" if its else way for way, its in ways.items()]
     return (
         f"{sizes_of(problem)} was measured on {device.product} only "
-        f"{' or '.join(told for told, _ in nearest)}: ask with {' or '.join(ways)}"
+        f"{' or '.join(told for told, *_ in nearest)}: ask with {' or '.join(said)}"
     )
 
 
@@ -97,17 +104,23 @@ def _differing(asked: Problem, other: Problem) -> list[str]:
     return [name for name in names if not (name == "b" and "prepared" in names)]
 
 
-def _words(name: str, other: Problem) -> tuple[str, str]:
-    """The description of a differing field of a measured problem, and the argument for it."""
+def _words(name: str, other: Problem) -> tuple[str, str, str]:
+    """A differing field of a measured problem: in words, as an argument, and as an option.
+
+    The option is that of `explain`; "" where it has none.
+    """
     value = getattr(other, name)
     if name == "prepared":
         if not value:
-            return "not prepared", "prepared=False"
+            return "not prepared", "prepared=False", "without --prepared"
         assert other.b is not None
-        return f"prepared ({other.b.granularity})", "prepared=True"
+        scale = other.b.granularity
+        return f"prepared ({scale})", "prepared=True", f"--prepared {scale}"
     if name == "epilogue":
-        return (f"with {value}" if value != "none" else "without epilogue"), f"epilogue={value!r}"
+        if value == "none":
+            return "without epilogue", "epilogue='none'", "without --epilogue and --bias"
+        return f"with {value}", f"epilogue={value!r}", f"--epilogue {shlex.quote(value)}"
     if isinstance(value, Operand):
-        return f"with {name}={value}", f"{name}=Operand.parse({str(value)!r})"
+        return f"with {name}={value}", f"{name}=lokakern.types.Operand.parse({str(value)!r})", ""
     said = str(value) if isinstance(value, int) else repr(str(value))
-    return f"with {name}={value}", f"{name}={said}"
+    return f"with {name}={value}", f"{name}={said}", ""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 import sqlite3
 import stat
 import tempfile
@@ -183,7 +184,11 @@ def _copy(path: Path, copy: Path, name: str, guards: Guards) -> str:
     except FileNotFoundError:
         remedy = "check the path, or make one with `python -m lokakern.bench sweep`"
         if Path(f"{path}.imports").is_dir():
-            remedy = "imported rows are in quarantine beside it: run `verify`, or `import --trust`"
+            remedy = (
+                "imported rows are in quarantine beside it, which only dispatch with "
+                f"LOKAKERN_DB={shlex.quote(str(path))} reads: set it and leave out --db, run "
+                "`verify`, or `import --trust`"
+            )
         raise DatabaseError(f"database {name} is not there; {remedy}") from None
     except OSError as error:
         raise DatabaseError(

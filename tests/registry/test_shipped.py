@@ -42,6 +42,7 @@ from lokakern.selection.candidates import (
     LIMIT_COLUMNS,
     WIDE,
 )
+from lokakern.selection.ties import is_unsteady
 from lokakern.types import Device, Environment, ErrorBudget, Format, Granularity, Layout, Operand
 from lokakern.workloads.suites import SUITES, Case
 from tests.support.rows_at_once import RowsAtOnce
@@ -91,6 +92,18 @@ def test_a_file_is_small_of_one_device_and_its_digest_is_of_its_rows(file: Path)
     assert database_digest(file) == content_digest(found)
     assert len(found.devices) == 1
     assert all(is_current(kernel) for kernel in found.kernels)
+
+
+def test_unsteady_times_are_as_rare_as_the_docs_say() -> None:
+    """docs/measure.md: fewer than one in 10,000."""
+    count, unsteady = 0, 0
+    for file in shipped_databases():
+        with closing(sqlite3.connect(f"file:{file}?mode=ro", uri=True)) as connection:
+            for quantiles in connection.execute(
+                "SELECT latency_us_p20, latency_us_p80 FROM timing WHERE status = 'ok'"
+            ):
+                count, unsteady = count + 1, unsteady + is_unsteady(*quantiles)
+    assert unsteady * 10_000 < count, f"{unsteady} of {count}"
 
 
 def test_shipped_files_share_no_row() -> None:

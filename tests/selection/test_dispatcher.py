@@ -473,7 +473,7 @@ def test_fewer_than_three_seeds_do_not_count(book: Book) -> None:
     why = ask().rejected[ROW]
     count = len(REALISTIC_DISTRIBUTIONS)
     assert why.startswith(f"error not measured on any of the {count} realistic distributions (3")
-    assert "(3 seeds, and with fewer on them: run the sweep again)" in why
+    assert "(3 seeds needed, fewer measured: run the sweep again)" in why
 
 
 def test_a_fresh_failure_outweighs_a_stale_time(book: Book) -> None:

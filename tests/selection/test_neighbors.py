@@ -34,29 +34,38 @@ def bf16_at(**fields: Any) -> Any:
 
 
 def arguments_of(note: str) -> dict[str, Any]:
-    """The first way to ask that a note names."""
-    text = note.split("ask with ")[1].split(" or ")[0]
-    return dict(eval(f"dict({text})", {"Operand": Operand}))
+    """The first way to ask that a note names, without options of the command."""
+    text = note.split("ask with ")[1].split(" or ")[0].split(" (")[0]
+    return dict(eval(f"dict({text})", {"lokakern": lokakern}))
 
 
 @pytest.mark.parametrize(
     ("measured", "asked", "words", "differ", "way"),
     [
-        ({"epilogue": "bias"}, {}, "with bias", "epilogue differs", "epilogue='bias'"),
-        ({}, {"epilogue": "bias"}, "without epilogue", "epilogue differs", "epilogue='none'"),
-        ({"b": ROWS, "prepared": True}, {}, "prepared (row)", "prepared differs", "prepared=True"),
-        ({}, {"b": ROWS, "prepared": True}, "not prepared", "prepared differs", "prepared=False"),
-        ({}, {"regime": "eager"}, "in graph-cold", "regime differs", "regime='graph-cold'"),
+        ({"epilogue": "bias"}, {}, "with bias", "epilogue differs",
+         "epilogue='bias' (--epilogue bias)"),
+        ({}, {"epilogue": "bias"}, "without epilogue", "epilogue differs",
+         "epilogue='none' (without --epilogue and --bias)"),
+        ({"b": ROWS, "prepared": True}, {}, "prepared (row)", "prepared differs",
+         "prepared=True (--prepared row)"),
+        ({}, {"b": ROWS, "prepared": True}, "not prepared", "prepared differs",
+         "prepared=False (without --prepared)"),
+        ({"epilogue": "bias"}, {"b": ROWS, "prepared": True}, "not prepared with bias",
+         "prepared and epilogue differ",
+         "prepared=False, epilogue='bias' (--epilogue bias without --prepared)"),
+        ({}, {"regime": "eager"}, "in graph-cold", "regime differs",
+         "regime='graph-cold' (--regime graph-cold)"),
         ({"batch": 4}, {}, "with batch=4", "batch differs", "batch=4"),
         ({"out_strided": True}, {}, "with out_strided=True", "out_strided differs",
          "out_strided=True"),
         ({"a": Operand(Format.BFLOAT16, alignment=4)}, {},
          "with a=bfloat16/none/row-major/4 with b=bfloat16/none/column-major/4",
          "alignment of a and alignment of b differ",
-         "a=Operand.parse('bfloat16/none/row-major/4'), "
-         "b=Operand.parse('bfloat16/none/column-major/4')"),
+         "a=lokakern.types.Operand.parse('bfloat16/none/row-major/4'), "
+         "b=lokakern.types.Operand.parse('bfloat16/none/column-major/4')"),
         ({"b": ROWS, "prepared": True, "epilogue": "bias"}, {}, "prepared (row) with bias",
-         "prepared and epilogue differ", "prepared=True, epilogue='bias'"),
+         "prepared and epilogue differ",
+         "prepared=True, epilogue='bias' (--prepared row --epilogue bias)"),
     ],
 )  # fmt: skip
 def test_a_miss_names_measured_neighbors_and_their_arguments(
@@ -93,7 +102,8 @@ def test_equally_near_neighbors_are_all_named(book: Book) -> None:
                time(BF16, gemm(64, epilogue="bias"), 2.0))  # fmt: skip
     assert noted().endswith(
         "only prepared (row) (prepared differs) or prepared (tensor) (prepared differs) or with "
-        "bias (epilogue differs): ask with prepared=True or epilogue='bias'"
+        "bias (epilogue differs): ask with prepared=True (--prepared row, --prepared tensor) or "
+        "epilogue='bias' (--epilogue bias)"
     )
 
 

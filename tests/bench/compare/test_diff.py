@@ -113,7 +113,7 @@ def test_verdict_of_a_cell(before: dict[str, Any], after: dict[str, Any], verdic
 
 def test_infinite_errors_are_valid_json(diff: Callable[..., Ran]) -> None:
     code, out, _ = diff(rows({"err": 0.04}), rows({"err": math.inf}, first_run=1), "--json")
-    (row,) = json.loads(out, parse_constant=pytest.fail)
+    (row,) = json.loads(out, parse_constant=pytest.fail)["cells"]
     assert code == 6 and (row["verdict"], row["b_over_a"], row["b"]) == (
         "less accurate",
         None,
@@ -160,7 +160,7 @@ def test_errors_are_compared_at_the_seeds_that_both_have() -> None:
 def test_cells_without_a_common_seed_are_counted_apart(diff: Callable[..., Ran]) -> None:
     a, b = rows({"err": 0.04}), rows({"err": 0.08, "seed": 1})
     code, out, err = diff(a, b, "--json")
-    (row,) = json.loads(out)
+    (row,) = json.loads(out)["cells"]
     assert code == 0 and err.endswith("\n1 cell of row_err: 1 other seeds\n")
     assert (row["a_seeds"], row["b_seeds"], row["b_over_a"]) == ("0", "1", None)
 
@@ -210,6 +210,35 @@ def test_an_edited_copy_is_noticed(diff: Callable[..., Ran], us: float, verdict:
     assert f"1 {verdict}" in err
     code, _, err = diff(rows({"us": 10.0}), rows({"us": 10.0}))
     assert code == 0 and "edited" not in err
+
+
+def test_rows_that_differ_are_named_where_no_cell_is(diff: Callable[..., Ran]) -> None:
+    edited = {4: 0.0402, 5: 0.0401, 6: 0.0402, 7: 0.0401}
+    a, b = (
+        rows({"us": 10.0}, *({"m": m, "err": errors.get(m, 0.04)} for m in range(3, 8)))
+        for errors in ({}, edited)
+    )
+    keys = {row[0] for row in a["accuracy"]} - {
+        row[0] for row in set(a["accuracy"]) & set(b["accuracy"])
+    }
+    code, out, err = diff(a, b, "--json")
+    assert code == 7 and "5 cells of row_err: 5 same" in err
+    named = [line for line in err.splitlines() if line.startswith("  accuracy row ")]
+    assert len(named) == 3 and "\n  and 1 more: --json has all\n" in err
+    assert all("row_err 0.04 and 0.040" in line for line in named)
+    assert len({key for key in keys if any(f" {key}: " in line for line in named)}) == 3
+    found = json.loads(out)
+    assert found["cells"] == [] and found["shared"] == {
+        "runs": 6, "rows": 6, "different": 4, "only_in_a": 0, "only_in_b": 0
+    }  # fmt: skip
+    assert {row["key"] for row in found["different"]} == keys
+    for row in found["different"]:
+        assert row["table"] == "accuracy"
+        assert row["columns"].keys() == {"row_err", "row_err_upper"}
+        assert row["columns"]["row_err"]["a"] == 0.04 < row["columns"]["row_err"]["b"]
+    code, out, _ = diff(rows({"err": 0.04}), rows({"err": math.inf}), "--json")
+    (row,) = json.loads(out, parse_constant=pytest.fail)["different"]
+    assert code == 7 and row["columns"]["row_err"] == {"a": 0.04, "b": "infinite"}
 
 
 def test_times_and_errors_have_tables_of_their_own(diff: Callable[..., Ran]) -> None:
@@ -268,7 +297,11 @@ def diff(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ra
 def test_two_files(diff: Callable[..., Ran]) -> None:
     a, b = rows({"m": 1}, {"m": 2}), rows({"m": 1, "us": 15.0}, {"m": 2}, first_run=2)
     code, out, err = diff(a, b, "--json")
-    (row,) = json.loads(out)
+    found = json.loads(out)
+    assert found["shared"] == {
+        "runs": 0, "rows": 0, "different": 0, "only_in_a": 2, "only_in_b": 2
+    } and found["different"] == []  # fmt: skip
+    (row,) = found["cells"]
     assert code == 6 and "\n2 cells of time_us: 1 slower, 1 same\n" in err
     assert (row["verdict"], row["b_over_a"], row["a"], row["b"]) == ("slower", 1.5, 10.0, 15.0)
     assert row["where"] == "NVIDIA H200" and row["a_p20"] == row["a_p80"] == 10.0
@@ -286,7 +319,7 @@ def test_a_table_shows_the_largest_effects(diff: Callable[..., Ran]) -> None:
     )
     code, out, err = diff(a, b)
     assert code == 0 and out.count("faster") == 50 and "and 10 more: --format csv" in err
-    assert len(json.loads(diff(a, b, "--json")[1])) == 60
+    assert len(json.loads(diff(a, b, "--json")[1])["cells"]) == 60
     code, out, err = diff(a, a)
     assert (code, out) == (0, "") and err.endswith("\n60 cells of time_us: 60 same\n")
 
@@ -296,7 +329,8 @@ def test_two_gpus(diff: Callable[..., Ran]) -> None:
     code, out, err = diff(both, "--from-device", "NVIDIA H200", "--to-device", "nvidia-h100",
                           "--json", "--all")  # fmt: skip
     assert code == 6 and "1 slower" in err and "1 same" in err
-    assert {row["where"] for row in json.loads(out)} == {"-"}
+    found = json.loads(out)
+    assert found["shared"] is None and {row["where"] for row in found["cells"]} == {"-"}
     code, _, err = diff(both, rows({"us": 13.0, "device": H100}), "--device", "NVIDIA H100")
     assert code == 6 and "1 slower" in err and "1 only in A" in err  # errors have no device
     code, _, err = diff(both, "--from-device", "NVIDIA H200", "--to-device", "no such")

@@ -119,6 +119,24 @@ def test_unaligned_rows_have_a_gain_only_against_padded_ones(tmp_path: Path) -> 
     )
 
 
+def test_a_loss_of_an_emulation_alone_has_a_note(tmp_path: Path) -> None:
+    path = tmp_path / "emulated.sqlite"
+    emulated = "torch.quantize_row+torch.emulated_row"
+    sizes = [(64, 512, 512), (64, 512, 479), (128, 512, 512)]
+    rows = [time(name, gemm(*size), us) for size in sizes
+            for name, us in ((BF16, 10.0), (emulated, 40.0))]  # fmt: skip
+    with RowsAtOnce.create(path, suite="s", command="c", harness_digest="h") as run:
+        for row in [*rows, time(ROW, gemm(*sizes[2]), 50.0)]:
+            row(run)
+    lost = {(row["m"], row["n"], row["k"]): row for row in answers_of(path, "fp8_loses")}
+    assert [lost[size]["fastest_fp8"] for size in sizes] == [emulated] * 3
+    assert [lost[size]["note"] for size in sizes] == [
+        "only emulated FP8 was timed",
+        "unaligned rows, and torch.bf16_padded was not timed; only emulated FP8 was timed",
+        "",
+    ], "the third has a time of FP8 hardware"
+
+
 @pytest.mark.parametrize("a", [Layout.ROW, Layout.COLUMN])
 @pytest.mark.parametrize("b", [Layout.ROW, Layout.COLUMN])
 def test_rows_are_unaligned_where_a_kernel_pads(a: Layout, b: Layout) -> None:

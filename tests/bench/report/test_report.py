@@ -566,12 +566,12 @@ def test_a_faster_kernel_without_errors_is_undecided(tmp_path: Path) -> None:
     row = at(found, budget="0.06", n=2048)
     assert (row["kernel"], row["us"], row["undecided"]) == (BF16, 90.0, ROW)
     assert row["note"] == (
-        f"undecided: {ROW} takes 60.00 us, 1.50x as fast: error not measured on X3 (3 seeds)"
+        f"undecided: {ROW} takes 60.00 us, 1.50x as fast: error not measured on X3 (3 seeds needed)"
     )
     assert at(found, budget="0.06", n=512)["undecided"] == TENSOR, "the fastest"
     assert not at(found, budget="0.03", n=2048)["undecided"], "no FP8 is within it"
     assert not at(found, budget="none", n=2048)["undecided"]
-    assert "at 2 more problems within 0.06" in found.undecided_words("0.06")
+    assert "the unquantized one chosen at 2 problems within 0.06" in found.undecided_words("0.06")
     assert not found.undecided_words("0.03")
     (op,) = found.ops
     answers = charts.tables_of(found, op)["choices"]
@@ -583,7 +583,7 @@ def test_a_faster_kernel_without_errors_is_undecided(tmp_path: Path) -> None:
     assert row["note"] in page and '<option value="undecided">' in page
     choice = dispatch("gemm", (8192, 2048, 512), 0.06, device=H200)
     assert f"  undecided: {ROW} takes 60.00 us, 1.50x as fast" in choice.explain()
-    assert choice.rejected[ROW].endswith("X3 (3 seeds); it takes 60.00 us")
+    assert choice.rejected[ROW].endswith("X3 (3 seeds needed); it takes 60.00 us")
 
 
 def test_nothing_is_undecided_where_errors_are_known(small: Survey) -> None:

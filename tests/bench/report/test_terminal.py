@@ -179,7 +179,9 @@ def test_a_missing_database_has_a_remedy(tmp_path: Path) -> None:
         pass
     (tmp_path / "mine.sqlite.imports").mkdir()
     with (
-        pytest.raises(DatabaseError, match="in quarantine beside it: run `verify`"),
+        pytest.raises(
+            DatabaseError, match=r"quarantine beside it.* LOKAKERN_DB=.*mine\.sqlite reads"
+        ),
         open_guarded(path),
     ):
         pass

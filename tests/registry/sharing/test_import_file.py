@@ -322,7 +322,8 @@ def test_a_url_is_downloaded_and_imported(
     assert (
         "8 timing, 8 accuracy, 2 test_result, 1 host_cost; there already: nothing; left out" in err
     )
-    assert "count with caution until `verify`" in err and not into.exists()
+    where = f"with LOKAKERN_DB={into} (`--db` does not read them), until `verify`"
+    assert f"count with caution, {where}" in err and not into.exists()
     (quarantined,) = quarantined_files(into)
     assert quarantined.tier is Tier.UNVERIFIED and read_rows(quarantined.path) == read_rows(file)
     code, _, err = command("import", file, "--into", into)
