@@ -320,8 +320,11 @@ def _products(
             raise UnknownNameError(f"--probe: {str(probe)!r} contains no layer that was called")
         alone += " Counts are calls in all the steps that Probe sampled."
         alone += _first_words(found, gemms)
-        return found, [alone, "Errors are those of the nearest benchmarked distributions; `report "
-                       "--probe` replays the operands themselves."]  # fmt: skip
+        note = (
+            "Errors are those of the nearest benchmarked distributions, and what is like none of "
+            "them is left in bf16; `report --probe` replays the operands themselves."
+        )
+        return found, [alone, note]
     assert model is not None  # one of the three is given
     found, share = products.products_of_model(model, rows, say, is_trained=len(gemms) > 1)
     alone += _first_words(found, gemms)

@@ -241,12 +241,16 @@ def worth(
             if gemm == "grad_input" and not product.needs_input_gradient:
                 continue
             judged = distributions or product.distributions.get(gemm)
+            outside = judged[0].partition(f"{dispatcher.OUTSIDE}: ")[2] if judged else ""
             alike = (product.m, product.n, product.k, product.bias, product.batch, product.format)
             key = (gemm, judged, *alike)
             if key not in known:
                 ways = _problems(product, gemm, device, is_training)
                 choices = [[choice_of(problem, judged) for problem in way] for way in ways]
-                known[key] = _row(product, gemm, choices)
+                found = _row(product, gemm, choices)
+                if outside:
+                    found = replace(found, why=_why_outside(outside, found.why))
+                known[key] = found
             rows.append(replace(known[key], product=product))
         step(product.layer)
     return Worth(tuple(rows), device, budget, regime)
@@ -369,6 +373,13 @@ def _predicted_row(product: Product, gemm: str, ways: Sequence[Sequence[Choice]]
             _why_predicted(choice, found), Predicted(found.latency_us, found.plain_us, *ends),
         )  # fmt: skip
     return None
+
+
+def _why_outside(words: str, otherwise: str) -> str:
+    return (
+        f"no FP8, as its operands are like no benchmarked distribution ({words}): `report --probe` "
+        f"judges them on their own rows; {otherwise}"
+    )
 
 
 def _why_predicted(choice: Choice, found: Prediction) -> str:

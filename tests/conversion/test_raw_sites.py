@@ -337,6 +337,7 @@ class Pair(nn.Module):
         return functional.linear(functional.silu(torch.matmul(x, self.up)), self.down)
 
 
+@pytest.mark.rest  # Inductor compiles several models
 def test_compiled_by_inductor() -> None:
     torch.manual_seed(0)
     model = Pair().bfloat16()

@@ -100,6 +100,7 @@ ACTS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
+@pytest.mark.rest  # a long search
 def test_undo_in_any_order_restores_the_class_of_every_layer() -> None:
     """Drawn sequences of mods and conversions; what is refused changes nothing, and waits."""
     x, plain = torch.randn(16, 20), tower()

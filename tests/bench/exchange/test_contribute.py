@@ -124,6 +124,7 @@ def test_a_limit_too_short_for_a_row_is_no_failure(contributor: Contributor) -> 
     assert not contributor.out.exists() and not place_of(contributor.out).exists()
 
 
+@pytest.mark.rest  # three sweeps
 def test_measurements_that_do_not_repeat_are_not_sent(
     contributor: Contributor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

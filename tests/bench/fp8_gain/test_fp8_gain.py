@@ -458,6 +458,21 @@ def test_a_probe_is_judged_on_similar_distributions(run: Run, tmp_path: Path) ->
     (row,) = json.loads(out)["layers"]
     assert (row["layer"], row["m"], row["n"], row["k"], row["count"]) == ("0", 2048, 512, 512, 2)
     assert row["state"] == "measured"
+    assert "no benchmarked distribution" not in row["why"]
+
+
+def test_what_is_like_no_benchmarked_distribution_says_so(run: Run, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(512, 512))
+    with lokakern.Probe(model, every=1) as probe:
+        x = torch.randn(2048, 512)
+        model(x * (torch.rand_like(x) > 0.9)).square().mean().backward()
+    probe.save(tmp_path / "probe")
+    code, out, _ = run("--probe", tmp_path / "probe", *H200, "--json")
+    (row,) = json.loads(out)["layers"]
+    assert code == 0 and row["kernel"].startswith("torch.bf16")
+    words = "no FP8, as its operands are like no benchmarked distribution (zeros 0.9"
+    assert row["why"].startswith(words) and "`report --probe` judges them" in row["why"]
 
 
 @pytest.mark.parametrize(

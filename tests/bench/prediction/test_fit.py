@@ -91,6 +91,7 @@ def test_a_time_of_several_runs_is_their_median(timings, shipped, h200):
         assert one.times_us[i] == np.median(cells[one.problems[i]])
 
 
+@pytest.mark.rest  # fits models
 def test_exported_trees_give_what_the_fitted_ones_give(timings, h200, few_trees):
     pytest.importorskip("sklearn")
     one = next(x for x in timings if x.name == "torch.bf16")
