@@ -44,7 +44,7 @@ class Judged(NamedTuple):
     in_turn: bool  # whether nothing moved
 
 
-class Judge:
+class DriftJudge:
     """Judges windows in a thread, from its making to `end`.
 
     Args:

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lokakern.conversion.drift_judge import PARTS_OF, Judge, Judged
+from lokakern.conversion.drift_judge import PARTS_OF, DriftJudge, Judged
 from lokakern.conversion.variants import refuse_ranks
-from lokakern.errors import UnsupportedError
+from lokakern.errors import ShapeError, UnsupportedError
 from lokakern.nn.raw_product import is_layer
 from lokakern.nn.routed_matmul import PLAIN, read_route
 from lokakern.probe.problems import way_of
@@ -146,13 +146,15 @@ class DriftWatch:
             raise UnsupportedError(
                 f"watch: Probe judges by {', '.join(LIMITS)}; the budget is {budget}"
             )
+        if every < 1:
+            raise ShapeError(f"watch: every is {every!r}; expected at least 1 step")
         self._conversion, self._report, self._budget = conversion, report, budget
         self._callbacks, self.events = tuple(callbacks), list[DriftEvent]()
         self._every, self._seed = every, seed
         self.unseen = list(self._quantized())
         self._earlier = 0  # steps before the last start
         self._probe: _WindowProbe | None = None
-        self._judge: Judge | None = None
+        self._judge: DriftJudge | None = None
 
     def __enter__(self) -> DriftWatch:
         self.start()
@@ -186,14 +188,19 @@ class DriftWatch:
                 "model is called for them",
                 stacklevel=2,
             )
-        self._judge = Judge(
+        try:
+            probe = _WindowProbe(
+                self._conversion.model, self._every, self._hand_over, self.apply, check="off",
+                seed=self._seed + self._earlier, filter=lambda module, _: id(module) in watched,
+            )  # fmt: skip
+        except BaseException:
+            self._conversion.end_watch()
+            raise
+        self._judge = DriftJudge(
             [modules[module] for module in watched], self._report, self._budget,
             self._conversion.device, lambda: {site for site, _ in tuple(self._off)},
         )  # fmt: skip
-        self._probe = _WindowProbe(
-            self._conversion.model, self._every, self._hand_over, self.apply, check="off",
-            seed=self._seed + self._earlier, filter=lambda module, _: id(module) in watched,
-        )  # fmt: skip
+        self._probe = probe
         self._probe.start()
 
     def stop(self, wait: bool = True) -> None:

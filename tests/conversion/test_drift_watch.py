@@ -17,7 +17,7 @@ from lokakern.conversion import drift_judge, drift_watch
 from lokakern.conversion.convert import OFF
 from lokakern.conversion.drift_watch import STAYS, TO_BF16, TO_FP8, DriftEvent, DriftWatch
 from lokakern.conversion.routes import GEMMS
-from lokakern.errors import UnsupportedError
+from lokakern.errors import ShapeError, UnsupportedError
 from lokakern.nn.routed_matmul import has_switch, kernels_of, switched, traced_route, turn
 from tests.support import native
 
@@ -255,6 +255,8 @@ def test_what_cannot_be_watched_is_refused() -> None:
         handle.watch()
     with pytest.raises(UnsupportedError, match="Probe judges by row_err"):
         handle.watch(budget=lokakern.ErrorBudget(rel_err=1.0))
+    with pytest.raises(ShapeError, match="every is 0; expected at least 1 step"):
+        handle.watch(budget=0.06, every=0)
     handle.undo()
     with pytest.raises(UnsupportedError, match="was undone"):
         handle.watch(budget=0.06)
@@ -317,8 +319,8 @@ def test_of_windows_that_nobody_judges_only_the_newest_wait(
         begun.set()
         goes_on.wait()
 
-    monkeypatch.setattr(drift_judge.Judge, "_judge", wait)
-    judge = drift_judge.Judge((), None, lokakern.ErrorBudget(row_err=0.06), None, set)
+    monkeypatch.setattr(drift_judge.DriftJudge, "_judge", wait)
+    judge = drift_judge.DriftJudge((), None, lokakern.ErrorBudget(row_err=0.06), None, set)
     device = SimpleNamespace(device=torch.device("cpu"))
     for step in range(5):
         judge.put({str(step): device})
