@@ -94,7 +94,7 @@ def compare(
         other: The variant in the denominator.
         rounds: Most rounds, at least `FEWEST_ROUNDS`.
         until: Time of ``timer.now()`` after which a comparison with `FEWEST_ROUNDS` ends.
-        deadline: Time after which it is cut off.
+        deadline: Time after which a round is given up, and the comparison ends with those before.
 
     Raises:
         OutOfTime: The deadline passed before `FEWEST_ROUNDS`.
@@ -103,18 +103,20 @@ def compare(
     times: dict[Variant, list[float]] = {one: [], other: []}
     clocks: list[float] = []
     while True:
-        first, second = (one, other) if len(logs) % 2 == 0 else (other, one)
-        spent = dict.fromkeys(times, 0.0)
-        for variant in (first, second, second, first):
-            if timer.now() > deadline:
-                raise OutOfTime
-            spent[variant] += timer.step_us(variant) / 2
-        logs.append(math.log(spent[one] / spent[other]))
-        clocks.append(timer.clock_mhz() or 0.0)
-        for variant, us in spent.items():
-            times[variant].append(us)
+        order = (one, other) if len(logs) % 2 == 0 else (other, one)
+        try:
+            spent = _round(timer, order, deadline)
+        except OutOfTime:
+            if len(logs) < FEWEST_ROUNDS:
+                raise
+            is_late = True
+        else:
+            logs.append(math.log(spent[one] / spent[other]))
+            clocks.append(timer.clock_mhz() or 0.0)
+            for variant, us in spent.items():
+                times[variant].append(us)
+            is_late = timer.now() > until and len(logs) >= FEWEST_ROUNDS
         count = len(logs)
-        is_late = timer.now() > until and count >= FEWEST_ROUNDS
         if count in LOOKS or count >= rounds or is_late:
             low, high = interval(_steady(logs, clocks))
             is_settled = low > 0 or high < 0 or max(-low, high) < SETTLED
@@ -124,6 +126,17 @@ def compare(
                     math.exp(value), math.exp(low), math.exp(high), count,
                     statistics.median(times[one]), statistics.median(times[other]),
                 )  # fmt: skip
+
+
+def _round(timer: Timer, order: tuple[Variant, Variant], deadline: float) -> dict[Variant, float]:
+    """Times of a step of both variants, as A B B A."""
+    first, second = order
+    spent = dict.fromkeys(order, 0.0)
+    for variant in (first, second, second, first):
+        if timer.now() > deadline:
+            raise OutOfTime
+        spent[variant] += timer.step_us(variant) / 2
+    return spent
 
 
 def interval(values: list[float]) -> tuple[float, float]:

@@ -427,6 +427,25 @@ def test_a_time_limit_cuts_comparisons_off(known: Book) -> None:
     assert {t.gain for t in found.groups} == {None}
 
 
+@pytest.mark.parametrize(("rounds", "is_refused"), [(7.5, True), (8.5, False), (20.5, False)])
+def test_a_comparison_that_is_cut_off_has_the_rounds_before(
+    known: Book, rounds: float, is_refused: bool
+) -> None:
+    """Without a gain rounds go on to the limit, which ends amid one."""
+    model = model_of()
+    handle = convert(model, 0.06)
+    same = dict.fromkeys(("output", "grad_input", "grad_weight"), 0.0)
+    script = Script(handle, cost_of(same), prepare_s=10.0, noise=0.05)
+    limit = 20.0 + rounds * 4 * 0.001
+    if is_refused:
+        with pytest.raises(MeasurementError, match="in 8 rounds"):
+            tune(handle, training_step(model), make_timer=script, time_limit=limit)
+        return
+    found = tune(handle, training_step(model), make_timer=script, time_limit=limit)
+    assert found.before is not None and found.before.rounds == int(rounds)
+    assert found.is_timed_out and found.after is None and not quantized(handle)
+
+
 def test_an_outcome_that_is_cut_off_is_that_of_the_first_comparison(known: Book) -> None:
     """All groups are on if they gained together; a group that was dropped is on again."""
     gains = {"output": 2.0, "grad_input": -1.0, "grad_weight": 3.0}
