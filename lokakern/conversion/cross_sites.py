@@ -32,7 +32,7 @@ from lokakern.nn.module_scan import shape_of
 from lokakern.types import Device, NormForm
 
 COLUMNS = 8  # kernels read x0 and x in 16 bytes: other rows would be copied
-_VIEWS = ("view", "view_as", "reshape", "flatten", "unflatten")
+_VIEWS = ("view", "view_as", "reshape", "flatten", "unflatten", "transpose", "permute", "t")
 _LISTS = (nn.ModuleList, nn.ModuleDict)  # never called themselves
 
 
@@ -137,16 +137,30 @@ def tensors_moved(cross: FoundCross, module: nn.Module) -> int:
 
 
 def _is_multiplied(node: fx.Node, module: nn.Module) -> bool:
-    """Whether a linear layer reads a tensor, or a view of it."""
+    """Whether a linear layer reads a tensor, or a view of it, also inside of another module."""
     for user in node.users:
         is_view = user.op == "call_method" and user.target in _VIEWS and user.args[0] is node
         if is_view and _is_multiplied(user, module):
             return True
         if user.op == "call_module":
             reader = module.get_submodule(str(user.target))
-            if isinstance(reader, nn.Linear):
+            if isinstance(reader, nn.Linear) or _begins_with_product(reader):
                 return True
     return False
+
+
+def _begins_with_product(module: nn.Module) -> bool:
+    """Whether a linear layer of a module reads its input, as it is or as a view."""
+    if isinstance(module, nn.Sequential):
+        first = next(iter(module), None)
+        return isinstance(first, nn.Linear) or (first is not None and _begins_with_product(first))
+    if not calls_layers(module):
+        return False
+    try:
+        graph = graph_of(module)
+    except UnsupportedError:
+        return False
+    return any(_is_multiplied(node, module) for node in graph.nodes if node.op == "placeholder")
 
 
 def _why_not(layer: nn.Module) -> str:

@@ -14,7 +14,14 @@ from lokakern.registry.libraries import named, plugin_of, why_not_tried
 from lokakern.registry.register import KERNELS, Kernel, fp8_format
 from lokakern.registry.staleness import is_current
 from lokakern.selection.ties import is_unsteady, margin_us
-from lokakern.types import REALISTIC_DISTRIBUTIONS, Device, Environment, Granularity, Problem
+from lokakern.types import (
+    REALISTIC_DISTRIBUTIONS,
+    Device,
+    Environment,
+    Format,
+    Granularity,
+    Problem,
+)
 
 if TYPE_CHECKING:
     from lokakern.registry.schema.records import KernelRow
@@ -437,12 +444,14 @@ def errors_or_reason(kernel: KernelRow, problem: Problem, evidence: Evidence) ->
     """Largest bounds of a kernel's numerics class, or why there are none.
 
     Errors measured here at the problem come first, then those at another n, or k of a quantizer,
-    then imported ones.
+    then imported ones. A product with a cross, in bfloat16, has the errors of the product alone,
+    where no others are known: no suite measures errors of crosses.
     """
     from lokakern.registry.schema.row_keys import key_of
 
     facts, memory = evidence.facts, evidence.memory
-    asked = key_of(evidence.asked(problem))
+    stored = evidence.asked(problem)
+    asked = key_of(stored)
     place = (asked, kernel.granularity, kernel.b_granularity, kernel.accumulation)
     if place in memory:
         return memory[place]
@@ -463,6 +472,10 @@ def errors_or_reason(kernel: KernelRow, problem: Problem, evidence: Evidence) ->
         if isinstance(heard, Bounds) and heard.errors["row_err"] > found.errors["row_err"]:
             words = f"row_err {heard.errors['row_err']:.4g} on {heard.worst_distribution}"
             found = replace(found, set_aside=words)
+    is_product = stored.op == "gemm_norm" and stored.epilogue == "none"
+    if isinstance(found, str) and is_product and stored.out_format is Format.BFLOAT16:
+        alone = errors_or_reason(kernel, replace(stored, op="gemm"), evidence)
+        found = found if isinstance(alone, str) else alone
     memory[place] = found
     return found
 
