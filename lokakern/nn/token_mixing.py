@@ -40,12 +40,13 @@ def with_aligned_layout(weight: Tensor) -> Tensor:
 
 
 @functools.cache
-def _has_kernel(index: int, dtype: torch.dtype) -> bool:
-    """Whether a GPU can run Triton's kernel: Hopper, where it was measured, or later."""
+def has_triton(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a device can run kernels of Triton: Hopper, where they were measured, or later."""
     return (
-        dtype in HALF
+        device.type == "cuda"
+        and dtype in HALF
         and torch.version.hip is None
-        and torch.cuda.get_device_capability(index) >= (9, 0)
+        and torch.cuda.get_device_capability(device) >= (9, 0)
         and importlib.util.find_spec("triton") is not None
     )
 
@@ -54,7 +55,7 @@ def _token_gradient(grad: Tensor, x: Tensor) -> Tensor:
     """``sum(grad[b] @ x[b].T)``, ``[count, n]``, in float32 or float64."""
     count, (batch, n, d) = grad.shape[1], x.shape
     is_small = max(batch * d, count * n) < _MOST
-    if x.is_cuda and is_small and _has_kernel(x.get_device(), x.dtype):
+    if is_small and has_triton(x.device, x.dtype):
         from lokakern.kernels.triton.token_gradient import token_gradient
 
         return token_gradient(grad, x)

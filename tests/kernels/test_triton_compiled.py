@@ -152,6 +152,12 @@ def test_sums_over_tokens_are_pipelined_products(target: str) -> None:
         assert kernel["matrix"] and all(plain in name for name in kernel["matrix"]), kernel
 
 
+@pytest.mark.parametrize("target", [t for t in TARGETS if t.startswith("sm")])
+def test_norms_of_sums_have_wide_loads(target: str) -> None:
+    for kernel in working(target, "summed_norm"):
+        assert kernel["widest_load"] == 16, kernel
+
+
 def test_promoted_sums_are_added_in_float32() -> None:
     """One addition for every sum a thread holds, where the fast twin has the scales' only."""
     by_name = {k["kernel"]: k for k in working("sm_90", "scaled_gemm")}

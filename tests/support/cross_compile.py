@@ -30,6 +30,7 @@ from lokakern.kernels.triton import (
     norm_quantize,
     quantize,
     scaled_gemm,
+    summed_norm,
     token_gradient,
 )
 from lokakern.problems import make_problem
@@ -241,9 +242,24 @@ def token_cases() -> list[Case]:
     ]  # fmt: skip
 
 
+def summed_norm_cases() -> list[Case]:
+    k = summed_norm
+    return [
+        Case(
+            f"summed_norm {dtype} {parts} {adds:d} {outer:d}", k.summed_norm_kernel,
+            (*(f"*{dtype}",) * 4, "*fp32" if outer else f"*{dtype}", *(f"*{dtype}",) * 2),
+            (48, 48, 0, 7680, 160, 19200, 160, 7680, 160, 15360, 160, 160), 1,
+            (1e-5, parts, adds, outer, 128, 32, k.ROWS), k.WARPS, k.STAGES, is_registered=False,
+        )
+        for dtype, parts, adds, outer in (
+            ("bf16", 2, True, True), ("bf16", 2, True, False), ("fp16", 3, False, False),
+        )
+    ]  # fmt: skip
+
+
 def cases(target: str) -> list[Case]:
     found = [*gemm_cases(target), *norm_cases(target), *quantize_cases(target)]
-    return found + token_cases() if target.startswith("sm") else found
+    return found + token_cases() + summed_norm_cases() if target.startswith("sm") else found
 
 
 def compile_case(target: str, case: Case) -> dict[str, Any]:

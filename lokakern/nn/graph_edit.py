@@ -1,0 +1,58 @@
+"""Reading and writing graphs of ATen operators, as Inductor's passes have them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+aten = torch.ops.aten
+VIEWS = frozenset({aten.view.default, aten.reshape.default, aten.expand.default})
+
+
+def value(x: Any) -> Tensor | None:
+    """The fake tensor of a node, if its sizes are known and it is no other value."""
+    found = x.meta.get("val") if isinstance(x, fx.Node) else None
+    if not isinstance(found, Tensor) or found.layout is not torch.strided:
+        return None
+    is_known = all(isinstance(size, int) for size in (*found.shape, *found.stride()))
+    return found if is_known else None
+
+
+def bytes_of(x: Tensor) -> int:
+    """Bytes of its elements."""
+    return x.numel() * x.element_size()
+
+
+def add(graph: fx.Graph, op: Any, *given: Any, **options: Any) -> fx.Node:
+    """A call with its value, at the point of insertion."""
+    node = graph.call_function(op, given, options)
+    values: Any = fx.node.map_arg((given, options), lambda x: x.meta["val"])
+    node.meta["val"] = op(*values[0], **values[1])
+    return node
+
+
+def replace(old: fx.Node, new: fx.Node) -> None:
+    """Let all users of a node read another, and drop it."""
+    old.replace_all_uses_with(new)
+    new.meta = {**old.meta, **new.meta}
+    old.graph.erase_node(old)
+
+
+def same(x: fx.Node) -> fx.Node:
+    """What a node is a view of with the same sizes: as itself."""
+    while x.target in VIEWS and isinstance(x.args[0], fx.Node):
+        source, of = value(x.args[0]), value(x)
+        if source is None or of is None or source.shape != of.shape:
+            break
+        x = x.args[0]
+    return x
+
+
+def readers(x: fx.Node) -> list[fx.Node]:
+    """What reads a node, itself or through views with the same sizes."""
+    found = []
+    for user in x.users:
+        found += readers(user) if user.target in VIEWS and same(user) is same(x) else [user]
+    return found
