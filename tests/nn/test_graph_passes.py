@@ -237,22 +237,20 @@ def test_training_keeps_the_concatenation() -> None:
     assert model.first.across.grad is not None and model.first.across.grad.isfinite().all()
 
 
-def test_a_pass_of_the_user_runs_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_of_the_user_runs_first() -> None:
     seen = []
 
     def theirs(graph: fx.Graph) -> None:
         seen.append(any(node.target is torch.ops.aten.cat.default for node in graph.nodes))
 
-    monkeypatch.setattr(config, "post_grad_custom_post_pass", theirs)
-    graph_passes.install_passes.__wrapped__()
-    assert (
-        config.post_grad_custom_post_pass.uuid() is None
-    )  # a function has none: nothing is cached
-    _, code = compiled(Model(1, 38), *parts_of(1, 38))
-    assert seen and seen[0] and "lokakern.rows_of_parts" in code
-    monkeypatch.setattr(config, "post_grad_custom_post_pass", None)
-    graph_passes.install_passes.__wrapped__()
-    assert config.post_grad_custom_post_pass.uuid()
+    with config.patch(post_grad_custom_post_pass=theirs):
+        graph_passes.install_passes.__wrapped__()
+        assert config.post_grad_custom_post_pass.uuid() is None  # a function has none
+        _, code = compiled(Model(1, 38), *parts_of(1, 38))
+        assert seen and seen[0] and "lokakern.rows_of_parts" in code
+    with config.patch(post_grad_custom_post_pass=None):
+        graph_passes.install_passes.__wrapped__()
+        assert config.post_grad_custom_post_pass.uuid()
 
 
 @pytest.mark.parametrize("has_addend", [False, True])
