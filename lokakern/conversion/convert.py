@@ -34,6 +34,7 @@ from lokakern.conversion.chain_spans import (
 from lokakern.conversion.cross_sites import CrossSpan, calls_layers, planned_crosses
 from lokakern.conversion.forced import FORCED, Forced, Kernels, forced_by, forced_routes
 from lokakern.conversion.loss_limit import LossLimit, limit_loss
+from lokakern.conversion.main_grads import MainGrads
 from lokakern.conversion.raw_sites import raw_sites
 from lokakern.conversion.routes import (
     FORMS,
@@ -138,6 +139,7 @@ def convert(
     check: str | None = None,
     tuned: str | os.PathLike[str] | None = None,
     regime: str = COMPILED,
+    main_grads: bool = False,
 ) -> Conversion:
     """Give each linear layer of a model the fastest kernels within a budget, in place.
 
@@ -226,6 +228,10 @@ def convert(
             sites, each once (`lokakern.conversion.step_host`). In CUDA graphs the GPU counts alone.
             Without host costs "eager" needs times of that regime. `Conversion.table` and `explain`
             tell regime and host costs.
+        main_grads: Whether gradients of the weights of linear layers add up in float32, in
+            ``weight.main_grad``, to which kernels add each product: see `Conversion.main_grads`.
+            ``weight.grad`` stays None. Then ``check`` samples outputs and gradients of inputs only,
+            and no product applies a relu, nor does one op compute gradients behind layers.
 
     Returns:
         The choices, their reasons, and methods to change and undo them.
@@ -235,7 +241,8 @@ def convert(
             granularity, a kernel or the regime is unknown.
         ShapeError: ``m_range`` is not two integers in order.
         FormatError: The model is no module; ``report_or_budget``, ``kernels`` or ``check`` has
-            another type; or not exactly one of ``report_or_budget`` and ``kernels`` is given.
+            another type; not exactly one of ``report_or_budget`` and ``kernels`` is given; or
+            ``main_grads`` with ``inference``.
         UnsupportedError: A kernel that ``kernels`` names does not take a product of a layer.
         BudgetError: The budget is not a finite, non-negative number, or ``check`` or LOKAKERN_CHECK
             is not ``every:rows``.
@@ -248,6 +255,11 @@ def convert(
         what = f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
         raise FormatError(f"convert: model is {what}; expected an nn.Module, such as an instance")
     wanted = _wanted_of("convert", report_or_budget, kernels)
+    if main_grads and inference:
+        raise FormatError(
+            "convert: main_grads and inference are given; main gradients are for training: leave "
+            "one of them out"
+        )
     if m_range is not None:
         m_range = m_range_of("convert", m_range)
     kept = None if tuned is None else tuning_file.read(tuned)
@@ -278,6 +290,7 @@ def convert(
         forms,
         marker,
         regime,
+        main_grads,
     )
     conversion.refresh()
     if tuned is not None and kept is not None:
@@ -333,6 +346,7 @@ class Conversion:
         forms: Sequence[Granularity],
         marker: sampled_check.Marker,
         regime: str,
+        main_grads: bool,
     ) -> None:
         self._modules, self.skipped, self._inference = modules, skipped, inference
         self._wanted = wanted
@@ -349,7 +363,9 @@ class Conversion:
         self.left_crosses: dict[str, str] = {}  # reasons
         self.spans: list[Span] = []  # layers that may be chains
         self.off_chains: frozenset[ChainSites] = frozenset()  # by tuning
-        self.has_relus = True  # relus in products, gradients behind layers; tuning decides
+        self._main_grads = MainGrads(modules) if main_grads else None
+        # Relus in products, gradients behind layers; tuning decides.
+        self.has_relus = not main_grads
         # Products with the reason, and chains, that `limit_loss` gave up; tuning does not try them.
         self.over_limit: dict[tuple[str, str], str] = {}
         self.over_limit_chains: frozenset[ChainSites] = frozenset()
@@ -490,6 +506,8 @@ class Conversion:
             site.routes = chosen
         if off_chains is not None:
             self.off_chains = frozenset(off_chains)
+        if self._main_grads is not None:  # which the ops of these do not know
+            has_relus = False
         others = self.sites if has_relus not in (None, self.has_relus) else ()
         if has_relus is not None:
             self.has_relus = has_relus
@@ -515,17 +533,18 @@ class Conversion:
     def _apply(self, site: Site, chain: str) -> None:
         """Apply the routes of a site, and a chain of a `LinearNormAct` alone."""
         budget = _budget_of(self._wanted)
-        texts = tuple(
-            self._marker.mark(
-                switched(r.text, self._switch_of(site.name, r.gemm)) if self.has_switches
-                else r.text,
-                budget, f"{site.name}/{r.gemm}",
-            )
-            for r in site.routes
-        )  # fmt: skip
+        adds = self._main_grads is not None
+        texts = []
+        for r in site.routes:
+            text = r.text
+            if self.has_switches:
+                text = switched(text, self._switch_of(site.name, r.gemm))
+            if not (adds and r.gemm == "grad_weight"):  # a sum of products has no rows to check
+                text = self._marker.mark(text, budget, f"{site.name}/{r.gemm}")
+            texts.append(text)
         is_inference = self._inference and site.name not in self.plain
         form = self._form_of(site.module)
-        apply_choice(site.module, Chosen(self._key, texts, is_inference, chain, form))
+        apply_choice(site.module, Chosen(self._key, tuple(texts), is_inference, chain, form, adds))
 
     def _form_of(self, module: Routed) -> str:
         """The form of a layer in compiled code."""
@@ -608,6 +627,21 @@ class Conversion:
             return planned_tails(found, module, has_relus=has_relus, is_joined=is_joined)
         except AttributeError:  # a child was removed since
             return []
+
+    @property
+    def main_grads(self) -> MainGrads:
+        """What adds up in ``weight.main_grad``, and the calls for ranks and optimizers.
+
+        Raises:
+            UnsupportedError: The model was converted without ``main_grads=True``, or the conversion
+                was undone.
+        """
+        if self._main_grads is None or not self._modules:
+            raise UnsupportedError(
+                "main_grads: the model was converted without main_grads=True, or the conversion "
+                "was undone; gradients are in weight.grad"
+            )
+        return self._main_grads
 
     @property
     def rectified(self) -> dict[str, str]:

@@ -27,9 +27,10 @@ from torch.nn.functional import linear
 from lokakern import jit, sampled_check
 from lokakern.device import current_device
 from lokakern.epilogue import NormEpilogue
-from lokakern.errors import UnsupportedError
+from lokakern.errors import ShapeError, UnsupportedError
 from lokakern.functional.quantize import dequantize, quantize
-from lokakern.native import forget, recorded_op
+from lokakern.functional.scaled_gemm import scaled_gemm
+from lokakern.native import forget, plain_op, recorded_op
 from lokakern.quantized_tensor import pitch_of
 from lokakern.registry.register import KERNELS, Kernel, fp8_format, kernel_named, load_kernels
 from lokakern.types import GROUP, Granularity, QuantizedTensor, empty_data
@@ -584,6 +585,62 @@ def _weight_gradient(grad: Tensor, x: Tensor, route: str) -> Tensor:
     return _multiply(grad.t(), x, None, None, None, route)
 
 
+def _add_weight_gradient(main_grad: Tensor, grad: Tensor, x: Tensor, route: str) -> None:
+    """Add ``grad.t() @ x`` to float32 ``main_grad``, which nothing rounds before.
+
+    Except where a kernel of these scales that adds to float32 is for other GPUs than this one: the
+    product is bfloat16 then.
+
+    Raises:
+        ShapeError: ``main_grad`` is not float32 ``[n, k]``.
+    """
+    shape, m = (grad.shape[1], x.shape[1]), grad.shape[0]
+    if main_grad.dtype is not torch.float32 or tuple(main_grad.shape) != shape:
+        raise ShapeError(
+            f"main_grad of a weight is {list(main_grad.shape)} {main_grad.dtype}; expected "
+            f"{list(shape)} torch.float32"
+        )
+    if not m:
+        return
+    # Without a version: of several passes whose graphs are kept, each adds to it.
+    total, kernel = main_grad.data, None
+    if route != PLAIN:
+        loaded = _ROUTES.get((route, x.device)) or _load_route(route, x.device)
+        starts, kernels = loaded.starts[bool(m & 15)], loaded.kernels[bool(m & 15)]
+        kernel = kernels[bisect_right(starts, m) - 1]
+    with torch.autocast(x.device.type, enabled=False):  # emulations multiply in float32
+        if kernel is not None and _adds(kernel, x.device):
+            left, right = (y if 1 in y.stride() else y.contiguous() for y in (grad.t(), x.t()))
+            scaled_gemm(
+                quantize(left, kernel.granularity), quantize(right, kernel.b_granularity).t(),
+                accumulate=True, out=total,
+            )  # fmt: skip
+        elif kernel is not None:
+            total.add_(_weight_gradient(grad, x, route))
+        elif x.is_cuda and not _IS_AMD:
+            torch.ops.aten.addmm.dtype_out(total, grad.t(), x, torch.float32, out=total)
+        else:  # torch adds bfloat16 products to float32 on NVIDIA GPUs only
+            total.addmm_(grad.t().float(), x.float())
+
+
+@functools.lru_cache(maxsize=256)
+def _adds(kernel: Kernel, device: torch.device) -> bool:
+    """Whether a kernel for the scales of this one adds to float32 here, emulated if this one is."""
+    here, scales = current_device(device.type, device.index or 0), _scales_of(kernel)
+    return any(
+        other.accumulates
+        and _scales_of(other) == scales
+        and other.runs_on(here)
+        and ("any" not in other.architectures or other.name in kernel.parts)
+        for other in KERNELS.values()
+        if other.op == "scaled_gemm" and not other.library
+    )
+
+
+def _scales_of(kernel: Kernel) -> tuple[Granularity, Granularity]:
+    return kernel.granularity, kernel.b_granularity
+
+
 def _weight_gradient_fake(grad: Tensor, x: Tensor, route: str) -> Tensor:
     return grad.new_empty((grad.shape[1], x.shape[1]), dtype=torch.bfloat16)
 
@@ -615,6 +672,12 @@ recorded_op(
     _LIBRARY, "weight_gradient(Tensor grad, Tensor x, str route) -> Tensor", _weight_gradient,
     tags=_ANY_LAYOUT,
 )  # fmt: skip
+plain_op(
+    _LIBRARY,
+    "add_weight_gradient(Tensor(a!) main_grad, Tensor grad, Tensor x, str route) -> ()",
+    _add_weight_gradient,
+    tags=_ANY_LAYOUT,
+)
 recorded_op(
     _LIBRARY, "quantize_weight(Tensor weight, str scales) -> (Tensor, Tensor)", _quantize_weight,
     tags=_ANY_LAYOUT,
@@ -633,6 +696,7 @@ torch.library.register_fake("lokakern::activated_gemm", _activated_gemm_fake, li
 torch.library.register_fake("lokakern::quantize_activated", _quantize_activated_fake, lib=_LIBRARY)
 torch.library.register_fake("lokakern::routed_gemm", _multiply_fake, lib=_LIBRARY)
 torch.library.register_fake("lokakern::weight_gradient", _weight_gradient_fake, lib=_LIBRARY)
+torch.library.register_fake("lokakern::add_weight_gradient", lambda *_: None, lib=_LIBRARY)
 torch.library.register_fake("lokakern::quantize_weight", _quantize_weight_fake, lib=_LIBRARY)
 
 
@@ -687,6 +751,37 @@ class RoutedLinear(torch.autograd.Function):
         return *routed_gradients(ctx, grad, x, weight, turned, turned_scale), *[None] * 9
 
 
+class AddingLinear(RoutedLinear):
+    """`RoutedLinear` that adds the weight's gradient to ``main_grad``, float32 ``[n, k]``.
+
+    To autograd the weight has none then, except where gradients are differentiated again, or where
+    torch.autograd.grad asks for that of the weight.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        *others, main_grad = given
+        ctx.main_grad = main_grad  # not saved, as other passes may add to it until the backward one
+        return RoutedLinear.forward(ctx, *others)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        if is_grad_enabled() and not is_compiling():
+            return *RoutedLinear.backward(ctx, *gradients), None
+        needs, main_grad = ctx.needs_input_grad, ctx.main_grad
+        if needs[1] and not is_compiling():
+            try:  # torch.autograd.grad of other tensors adds to no gradient of a weight
+                is_asked = torch._C._will_engine_execute_node(ctx.next_functions[1][0])
+                needs = (needs[0], is_asked, needs[2])
+            except RuntimeError:  # its result is the gradient of the weight
+                main_grad = None
+        x, weight, turned, turned_scale = ctx.saved_tensors
+        found = routed_gradients(
+            ctx, gradients[0], x, weight, turned, turned_scale, needs=needs, main_grad=main_grad
+        )
+        return *found, *[None] * 10
+
+
 class TurnedLinear(RoutedLinear):
     """`RoutedLinear` of the transpose of a row-major weight ``[k, n]``; only for compiled graphs.
 
@@ -717,20 +812,26 @@ class TurnedLinear(RoutedLinear):
 
 def routed_gradients(
     ctx: Any, grad: Tensor, x: Tensor, weight: Any, turned: Tensor | None,
-    turned_scale: Tensor | None, *, sums_bias: bool = True,
+    turned_scale: Tensor | None, *, sums_bias: bool = True, needs: Sequence[bool] | None = None,
+    main_grad: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Gradients of x, weight and, if it is to be summed here, bias by their routes."""
-    needs = ctx.needs_input_grad
+    """Gradients of x, weight and, if it is to be summed here, bias by their routes.
+
+    Without ``needs`` those that ``ctx`` needs. That of the weight is None where it is added to
+    ``main_grad``.
+    """
+    needs = ctx.needs_input_grad if needs is None else needs
     grad_x = grad_weight = grad_bias = None
     if needs[1]:
         # First, and of the gradient without a copy: Inductor materializes the operands of an
         # opaque op, and later uses read that. With a copy, or scales computed before this
         # product, it would recompute the gradient of a norm for each use.
-        if ctx.to_weight == PLAIN:
-            grad_weight = grad.t() @ x
+        if main_grad is not None:
+            OPS.add_weight_gradient(main_grad, grad, x, ctx.to_weight)
+        elif ctx.to_weight == PLAIN:
+            grad_weight = (grad.t() @ x).to(ctx.dtype)
         else:
-            grad_weight = OPS.weight_gradient(grad, x, ctx.to_weight)
-        grad_weight = grad_weight.to(ctx.dtype)
+            grad_weight = OPS.weight_gradient(grad, x, ctx.to_weight).to(ctx.dtype)
     if needs[0]:
         if ctx.to_input == PLAIN:
             grad_x = grad @ weight
