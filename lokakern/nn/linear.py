@@ -23,10 +23,13 @@ from lokakern.nn.routed_matmul import (
     EAGER,
     OPS,
     PLAIN,
-    AddingLinear,
+    Delayed,
+    KeepingLinear,
     RoutedLinear,
     TurnedLinear,
+    delayed_key,
     find_activator,
+    has_delayed,
     has_switch,
     is_constant,
     is_known,
@@ -50,7 +53,7 @@ if TYPE_CHECKING:
 PLAIN_ROUTES = (PLAIN, PLAIN, PLAIN)
 _DERIVED = (
     "_kept", "_fp8_views", "_gathering", "_weight_scale", "_gathered", "_plan", "_chain_recipes",
-    "adds_gradient",
+    "adds_gradient", "delayed",
 )  # fmt: skip
 # Flags of a plan, see `Routed.changed`, in this order.
 ALTERED, HELD, FROZEN, OFFLOADED = "altered", "held", "frozen", "offloaded"
@@ -178,6 +181,8 @@ class Routed(nn.Module):
     is_offloaded = False  # whether the unquantized weight is on another device
     # Whether gradients of the weight are added to its float32 ``main_grad``; not in copies.
     adds_gradient = False
+    # State of delayed scaling by the key of the layer in its routes; not in copies.
+    delayed: dict[str, Delayed] | None = None
     padding: tuple[int, int] = (0, 0)  # zeros added to k and n, see `mods.Pad`
     form = ""  # in compiled code, see `lokakern.nn.compiled_form`
     _fp8_dtype = torch.float8_e4m3fn
@@ -218,14 +223,29 @@ class Routed(nn.Module):
         adds = self.adds_gradient and is_grad_enabled() and weight.requires_grad
         if not quantizes_at(asked, m) and not self.is_offloaded and not adds:
             return linear(x, weight, bias)  # in the layout of x, as nn.Linear
+        way = "training" if is_grad_enabled() else "inference"
+        way = "offloaded" if self.is_offloaded else way
+        if way == "training" and (adds or has_delayed(plan)):
+            return self._keeping_product(plan, x, weight, bias, m, input_scale)
         if self.is_frozen:
             parts: tuple[Tensor | None, ...] = (*_frozen(self), None, None)
         else:
             parts = self._parts(x, weight, m)
-        way = "training" if is_grad_enabled() else "inference"
-        way = "offloaded" if self.is_offloaded else way
+        return multiply_rows(x, weight, bias, parts, self._routes, input_scale, way)
+
+    def _keeping_product(
+        self, plan: str, x: Tensor, weight: Tensor, bias: Tensor | None, m: int, input_scale: str
+    ) -> Tensor:
+        """`product` in training of a layer with main gradients or delayed scaling."""
+        adds = plan.startswith(ADDING) and weight.requires_grad
         main_grad = _main_grad_of(weight) if adds else None
-        return multiply_rows(x, weight, bias, parts, self._routes, input_scale, way, main_grad)
+        state = self.delayed.get(delayed_key(plan)) if self.delayed and has_delayed(plan) else None
+        parts: tuple[Tensor | None, ...] = (None, None, None, None)
+        if state is None and not is_compiling():
+            parts = self._parts(x, weight, m)
+        parts = (*parts, main_grad, *((None, None, None) if state is None else state))
+        routes = plan.split(_BETWEEN)[2:]
+        return multiply_rows(x, weight, bias, parts, routes, input_scale, "keeping")
 
     def _of_shards(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, input_scale: str
@@ -396,7 +416,7 @@ class Routed(nn.Module):
         state = dict(self.__dict__)
         for name in _DERIVED:
             state.pop(name, None)
-        if self.adds_gradient:  # a copy has ordinary gradients, which its handle would have to know
+        if self.adds_gradient:  # not in a copy, of which no handle knows
             state["_choices"] = tuple(c._replace(adds_gradient=False) for c in self._choices)
         return state
 
@@ -422,12 +442,13 @@ class Routed(nn.Module):
 
 def multiply_rows(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, parts: tuple[Tensor | None, ...],
-    routes: Sequence[str], input_scale: str, way: str, main_grad: Tensor | None = None,
+    routes: Sequence[str], input_scale: str, way: str,
 ) -> Tensor:  # fmt: skip
     """The product by routes in bfloat16, with the FP8 weights of `Routed._parts`.
 
     Of ``way`` see `_way`; or "turned", training with a weight that is the transpose of a row-major
-    one, and its gradient, too. In training the weight's gradient is added to ``main_grad``, if any.
+    one, and its gradient, too; or "keeping", training with what `KeepingLinear` is given behind the
+    FP8 weights.
     """
     if is_compiling():
         fuse_quantizers()
@@ -438,14 +459,13 @@ def multiply_rows(
         weight = weight.bfloat16()
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     apart = x.dim() > 2 and not x.is_contiguous()  # then nn.Linear adds the bias separately
-    if way == "training" and main_grad is not None:
-        y: Tensor = AddingLinear.apply(  # type: ignore[no-untyped-call]
-            rows, weight, bias, *parts, *routes, input_scale, apart, main_grad
-        )
-    elif way == "training":
-        y = RoutedLinear.apply(rows, weight, bias, *parts, *routes, input_scale, apart)  # type: ignore[no-untyped-call]
+    if way == "training":
+        y: Tensor = RoutedLinear.apply(rows, weight, bias, *parts, *routes, input_scale, apart)  # type: ignore[no-untyped-call]
     elif way == "turned":
         y = TurnedLinear.apply(rows, weight, bias, *parts, *routes, input_scale, apart)  # type: ignore[no-untyped-call]
+    elif way == "keeping":
+        fp8, kept = parts[:4], parts[4:]
+        y = KeepingLinear.apply(rows, weight, bias, *fp8, *routes, input_scale, apart, *kept)  # type: ignore[no-untyped-call]
     else:
         right = None if weight is None or way == "offloaded" else weight.t()
         y = multiply(rows, right, parts[0], parts[1], bias, routes[0], input_scale, apart)
@@ -495,14 +515,15 @@ def _traced_product(
     if not found:
         return linear(x, weight, bias)
     way, flags, columns, *routes = found.split("\0")
+    if way == "keeping":
+        plan = found.partition("\0")[2]
+        return layer._keeping_product(plan, x, weight, bias, m, input_scale)
     if way == "refused" or (way == "offloaded" and _wants_gradients(x, weight, bias)):
         raise UnsupportedError(_OF_OFFLOADED)
     parts: tuple[Tensor | None, ...] = (None, None, None, None)
     if "frozen" in flags:
         parts = (*_frozen_bytes(layer, columns), None, None)
-    adds = flags == ADDING and way == "training" and weight.requires_grad
-    main_grad = _main_grad_of(weight) if adds else None
-    return multiply_rows(x, weight, bias, parts, routes, input_scale, way, main_grad)
+    return multiply_rows(x, weight, bias, parts, routes, input_scale, way)
 
 
 def traced_activated(
@@ -548,8 +569,8 @@ def _way(
 
     A constant for compilers. It reads the state of autograd and autocast, which Dynamo guards.
     ``m`` is -1 if it is dynamic. Unless ``is_traced``, of an eager call. The word is "training",
-    "inference", "frozen" if the product reads only the frozen weight, or "offloaded" or "refused"
-    for an offloaded weight.
+    "keeping" if the layer has main gradients or delayed scaling, "inference", "frozen" if the
+    product reads only the frozen weight, or "offloaded" or "refused" for an offloaded weight.
     """
     flags, columns, *routes = plan.split(_BETWEEN)
     if is_traced and EAGER in plan:
@@ -567,6 +588,8 @@ def _way(
         return ""
     is_frozen = FROZEN in flags and m >= 0 and not sampled_check.is_checked(routes[0])
     word = "training" if is_training else "frozen" if is_frozen else "inference"
+    if is_training and (flags == ADDING or has_delayed(plan)):
+        word = "keeping"
     return f"{word}{_BETWEEN}{plan}"
 
 
@@ -623,7 +646,8 @@ def described(plan: str) -> list[tuple[str, bool, list[list[tuple[int, bool]]]]]
     kernel.
     """
     flags, _, *routes = plan.split(_BETWEEN)
-    if flags == ADDING or OFFLOADED in flags or (ALTERED in flags and HELD not in flags):
+    keeps = flags == ADDING or has_delayed(plan)
+    if keeps or OFFLOADED in flags or (ALTERED in flags and HELD not in flags):
         return None
     return [
         (text, sampled_check.is_checked(text) or has_switch(text), segments_of(text))
@@ -792,7 +816,14 @@ class Linear(nn.Linear, Routed):
         applied = super()._apply(*arguments, **options)
         self._keep_gathering()
         self._renew_main_grad()
+        for key, state in list((self.delayed or {}).items()):
+            self.keep_delayed(key, state.on(self.weight.device))
         return applied
+
+    def keep_delayed(self, key: str, state: Delayed | None) -> None:
+        """Keep the state of routes with a key; None forgets it."""
+        others = {k: x for k, x in (self.delayed or {}).items() if k != key}
+        self.delayed = (others if state is None else {**others, key: state}) or None
 
     def add_gradient(self, is_wanted: bool) -> None:
         """Add gradients of the weight to its ``main_grad``, zeros at first, from now on, or not.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from lokakern import numerics
 from lokakern.conversion.convert import Conversion
 from lokakern.conversion.restored_state import restored_state
 from lokakern.errors import FormatError, ShapeError, UnsupportedError
-from lokakern.mods import Pad, apply
+from lokakern.mods import MixTokens, Pad, apply
 from lokakern.nn import routed_matmul
 from lokakern.types import Granularity
 from tests.support.two_ranks import results_of_two_ranks
@@ -351,6 +352,30 @@ def test_a_move_to_another_device_makes_new_main_gradients() -> None:
     model.to_empty(device="cpu")
     assert not main_grad(model[0]).any()
     assert main_grad(model.float()[0]).dtype is torch.float32
+    weight: Any = model[0].weight
+    weight.main_grad = weight.main_grad.to("meta")  # as after a move that keeps the parameter
+    model.float()
+    assert not main_grad(model[0]).is_meta
+
+
+class AcrossTokens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixing = nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed: Tensor = self.mixing(x.transpose(1, 2))
+        return mixed
+
+
+def test_a_layer_across_tokens_keeps_its_gradient() -> None:
+    model = AcrossTokens().bfloat16()
+    apply(model, [MixTokens()])
+    assert model.mixing.is_mixing
+    handle = lokakern.convert(model, None, main_grads=True)
+    assert handle.main_grads.weights == {}
+    model(batch(1, 32, 64).view(2, 16, 64)).sum().backward()
+    assert model.mixing.weight.grad is not None
 
 
 def test_other_layers_keep_their_gradients() -> None:
@@ -369,7 +394,8 @@ def test_other_layers_keep_their_gradients() -> None:
 def test_a_layer_with_float32_operands_keeps_its_gradient() -> None:
     model = model_of(torch.float32)
     handle = lokakern.convert(model, kernels=FP8, main_grads=True)
-    with pytest.warns(UserWarning, match="autocast"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it warns once in a process
         model(batch(1).float()).sum().backward()
     kept = model[0].weight.grad
     assert kept is not None
@@ -386,6 +412,21 @@ def test_trial_steps_leave_main_gradients_as_they_were() -> None:
         passed(model, 1)
         assert not torch.equal(main_grad(model[0]), before)
     assert torch.equal(main_grad(model[0]), before)
+
+
+def test_no_other_op_computes_gradients_of_weights() -> None:
+    """As of relus in products, gradients behind layers and other forms in compiled code."""
+
+    def found(**options: Any) -> list[dict[str, str]]:
+        layers = [nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.LayerNorm(64), nn.SiLU()]
+        model = nn.Sequential(*layers, nn.Linear(64, 1)).bfloat16()
+        handle = lokakern.convert(model, 0.06, device="NVIDIA H200", **options)
+        handle.use_routes({}, has_relus=True)
+        return [handle.rectified, handle.joined, handle.forms]
+
+    assert all(found())
+    assert not any(found(main_grads=True))
+    assert not any(found(scaling="delayed"))
 
 
 def test_a_check_samples_all_but_weight_gradients() -> None:
@@ -413,7 +454,7 @@ def test_a_watch_turns_weight_gradients_off_and_on() -> None:
 
 
 def test_mistakes_are_errors() -> None:
-    with pytest.raises(FormatError, match="main_grads and inference"):
+    with pytest.raises(FormatError, match="main_grads is for training"):
         lokakern.convert(model_of(), 0.06, inference=True, main_grads=True)
     with pytest.raises(UnsupportedError, match="without main_grads=True"):
         lokakern.convert(model_of(), None).main_grads  # noqa: B018

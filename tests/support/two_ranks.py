@@ -22,6 +22,7 @@ MODULES = (
     "tests.nn.test_tensor_parallel",
     "tests.distributed.test_ddp_compression",
     "tests.conversion.test_main_grads",
+    "tests.conversion.test_delayed_scaling",
 )
 
 
