@@ -32,8 +32,10 @@ from lokakern.conversion.chain_spans import (
     words_of,
 )
 from lokakern.conversion.cross_sites import CrossSpan, calls_layers, planned_crosses
+from lokakern.conversion.delayed_scaling import DelayedScaling
 from lokakern.conversion.forced import FORCED, Forced, Kernels, forced_by, forced_routes
 from lokakern.conversion.loss_limit import LossLimit, limit_loss
+from lokakern.conversion.main_grads import MainGrads
 from lokakern.conversion.raw_sites import raw_sites
 from lokakern.conversion.routes import (
     FORMS,
@@ -138,6 +140,10 @@ def convert(
     check: str | None = None,
     tuned: str | os.PathLike[str] | None = None,
     regime: str = COMPILED,
+    main_grads: bool = False,
+    scaling: str = "dynamic",
+    history: int = 16,
+    margin: int = 0,
 ) -> Conversion:
     """Give each linear layer of a model the fastest kernels within a budget, in place.
 
@@ -226,16 +232,30 @@ def convert(
             sites, each once (`lokakern.conversion.step_host`). In CUDA graphs the GPU counts alone.
             Without host costs "eager" needs times of that regime. `Conversion.table` and `explain`
             tell regime and host costs.
+        main_grads: Whether gradients of the weights of linear layers add up in float32, in
+            ``weight.main_grad``, to which kernels add each product: see `Conversion.main_grads`.
+            ``weight.grad`` stays None, and ``check`` samples outputs and gradients of inputs only.
+            With this or delayed scaling no product applies a relu, nor does one op compute
+            gradients behind layers.
+        scaling: "dynamic", by each operand itself, or "delayed", in training: tensorwise scales of
+            operands of linear layers follow from their amax in earlier steps, see
+            `Conversion.delayed_scaling`, which has to be updated after each step. Products with
+            other scales, and calls without gradients, stay dynamic.
+        history: With delayed scaling, how many steps count.
+        margin: With delayed scaling, powers of two between the amax of these steps and the largest
+            FP8 value, against saturation.
 
     Returns:
         The choices, their reasons, and methods to change and undo them.
 
     Raises:
         UnknownNameError: There is no layer to convert, ``skip`` matches none, or a distribution, a
-            granularity, a kernel or the regime is unknown.
-        ShapeError: ``m_range`` is not two integers in order.
+            granularity, a kernel, the regime or the scaling is unknown.
+        ShapeError: ``m_range`` is not two integers in order, or ``history`` or ``margin`` no
+            integer in its range.
         FormatError: The model is no module; ``report_or_budget``, ``kernels`` or ``check`` has
-            another type; or not exactly one of ``report_or_budget`` and ``kernels`` is given.
+            another type; not exactly one of ``report_or_budget`` and ``kernels`` is given; or
+            ``main_grads`` or delayed scaling with ``inference``.
         UnsupportedError: A kernel that ``kernels`` names does not take a product of a layer.
         BudgetError: The budget is not a finite, non-negative number, or ``check`` or LOKAKERN_CHECK
             is not ``every:rows``.
@@ -248,6 +268,11 @@ def convert(
         what = f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
         raise FormatError(f"convert: model is {what}; expected an nn.Module, such as an instance")
     wanted = _wanted_of("convert", report_or_budget, kernels)
+    if scaling not in ("dynamic", "delayed"):
+        raise UnknownNameError(f"convert: scaling is {scaling!r}; expected 'dynamic' or 'delayed'")
+    if inference and (main_grads or scaling == "delayed"):
+        what = "main_grads" if main_grads else "delayed scaling"
+        raise FormatError(f"convert: {what} is for training, and inference is given; leave one out")
     if m_range is not None:
         m_range = m_range_of("convert", m_range)
     kept = None if tuned is None else tuning_file.read(tuned)
@@ -278,6 +303,8 @@ def convert(
         forms,
         marker,
         regime,
+        main_grads,
+        (history, margin) if scaling == "delayed" else None,
     )
     conversion.refresh()
     if tuned is not None and kept is not None:
@@ -333,6 +360,8 @@ class Conversion:
         forms: Sequence[Granularity],
         marker: sampled_check.Marker,
         regime: str,
+        main_grads: bool,
+        delayed: tuple[int, int] | None,
     ) -> None:
         self._modules, self.skipped, self._inference = modules, skipped, inference
         self._wanted = wanted
@@ -349,7 +378,9 @@ class Conversion:
         self.left_crosses: dict[str, str] = {}  # reasons
         self.spans: list[Span] = []  # layers that may be chains
         self.off_chains: frozenset[ChainSites] = frozenset()  # by tuning
-        self.has_relus = True  # relus in products, gradients behind layers; tuning decides
+        self._main_grads = MainGrads(modules) if main_grads else None
+        # Relus in products, gradients behind layers; tuning decides.
+        self.has_relus = not main_grads and delayed is None
         # Products with the reason, and chains, that `limit_loss` gave up; tuning does not try them.
         self.over_limit: dict[tuple[str, str], str] = {}
         self.over_limit_chains: frozenset[ChainSites] = frozenset()
@@ -360,6 +391,7 @@ class Conversion:
         self._model = weakref.ref(model)
         self._key = uuid.uuid4().hex  # of its choices in layers, which may be copied and saved
         self.has_switches = False  # whether routes have switches, see `watch`
+        self._delayed = None if delayed is None else DelayedScaling(modules, self._key, *delayed)
         self._watch: DriftWatch | None = None  # that is under way
         # Products that watches turned off, by site and GEMM, with the routes that they had.
         self.turned_off: dict[tuple[str, str], Route] = {}
@@ -490,6 +522,8 @@ class Conversion:
             site.routes = chosen
         if off_chains is not None:
             self.off_chains = frozenset(off_chains)
+        if self._main_grads is not None or self._delayed is not None:  # unknown to ops of these
+            has_relus = False
         others = self.sites if has_relus not in (None, self.has_relus) else ()
         if has_relus is not None:
             self.has_relus = has_relus
@@ -515,17 +549,20 @@ class Conversion:
     def _apply(self, site: Site, chain: str) -> None:
         """Apply the routes of a site, and a chain of a `LinearNormAct` alone."""
         budget = _budget_of(self._wanted)
-        texts = tuple(
-            self._marker.mark(
-                switched(r.text, self._switch_of(site.name, r.gemm)) if self.has_switches
-                else r.text,
-                budget, f"{site.name}/{r.gemm}",
-            )
-            for r in site.routes
-        )  # fmt: skip
+        adds = self._main_grads is not None
+        texts = []
+        for r in site.routes:
+            text = r.text
+            if self.has_switches:
+                text = switched(text, self._switch_of(site.name, r.gemm))
+            if self._delayed is not None:
+                text = self._delayed.marked(site.name, text)
+            if not (adds and r.gemm == "grad_weight"):  # a sum of products has no rows to check
+                text = self._marker.mark(text, budget, f"{site.name}/{r.gemm}")
+            texts.append(text)
         is_inference = self._inference and site.name not in self.plain
         form = self._form_of(site.module)
-        apply_choice(site.module, Chosen(self._key, texts, is_inference, chain, form))
+        apply_choice(site.module, Chosen(self._key, tuple(texts), is_inference, chain, form, adds))
 
     def _form_of(self, module: Routed) -> str:
         """The form of a layer in compiled code."""
@@ -608,6 +645,36 @@ class Conversion:
             return planned_tails(found, module, has_relus=has_relus, is_joined=is_joined)
         except AttributeError:  # a child was removed since
             return []
+
+    @property
+    def main_grads(self) -> MainGrads:
+        """What adds up in ``weight.main_grad``, and the calls for ranks and optimizers.
+
+        Raises:
+            UnsupportedError: The model was converted without ``main_grads=True``, or the conversion
+                was undone.
+        """
+        if self._main_grads is None or not self._modules:
+            raise UnsupportedError(
+                "main_grads: the model was converted without main_grads=True, or the conversion "
+                "was undone; gradients are in weight.grad"
+            )
+        return self._main_grads
+
+    @property
+    def delayed_scaling(self) -> DelayedScaling:
+        """The scales of earlier steps, and the call that renews them after each step.
+
+        Raises:
+            UnsupportedError: The model was converted without ``scaling="delayed"``, or the
+                conversion was undone.
+        """
+        if self._delayed is None or not self._modules:
+            raise UnsupportedError(
+                "delayed_scaling: the model was converted without scaling='delayed', or the "
+                "conversion was undone; scales are dynamic"
+            )
+        return self._delayed
 
     @property
     def rectified(self) -> dict[str, str]:
@@ -719,9 +786,11 @@ class Conversion:
                 ``time_limit`` passed before the first comparison had 8 rounds.
             UnknownNameError: The conversion was undone.
             UnsupportedError: Kernels are emulated here, as on a CPU, whose times say nothing of a
-                GPU; or torch.distributed has several ranks, which would decide differently.
+                GPU; the conversion has delayed scaling; or torch.distributed has several ranks,
+                which would decide differently.
         """
         self._refuse_while_watched("tune")
+        self._refuse_delayed("tune", "its steps would record the amax of every variant")
         if self.turned_off:
             raise UnsupportedError(
                 f"tune: a watch turned off {len(self.turned_off)} products: choose again first "
@@ -809,14 +878,16 @@ class Conversion:
             the model is compiled.
 
         Raises:
-            UnsupportedError: The conversion is for inference, was undone or is being watched, there
-                is no budget or one that Probe cannot judge by, or there are several ranks.
+            UnsupportedError: The conversion is for inference, was undone, is being watched or has
+                delayed scaling, there is no budget or one that Probe cannot judge by, or there are
+                several ranks.
             ShapeError: ``every`` is below 1.
         """
         from lokakern.conversion.drift_watch import DriftWatch  # it imports Probe
 
         self._refuse_while_watched("watch")
         self._refuse_undone()
+        self._refuse_delayed("watch", "it judges dynamic scales")
         if report is None and isinstance(self._wanted, ProbeReport):
             report = self._wanted
         limit = report.budget if report is not None else _budget_of(self._wanted)
@@ -890,6 +961,13 @@ class Conversion:
     def _refuse_undone(self) -> None:
         if not self._modules:
             raise UnsupportedError("watch: the conversion was undone; convert the model again")
+
+    def _refuse_delayed(self, what: str, why: str) -> None:
+        if self._delayed is not None:
+            raise UnsupportedError(
+                f"{what}: the conversion has delayed scaling, and {why}: use a conversion with "
+                "dynamic scaling for it"
+            )
 
     def _refuse_while_watched(self, what: str) -> None:
         if self._watch is not None:
@@ -1296,6 +1374,8 @@ class Conversion:
         self._forget_watches()
         for site in self.sites.values():
             remove_choice(site.module, self._key)
+        if self._delayed is not None:
+            self._delayed.forget()
         for sequence in self.sequences:
             remove_handoff(sequence, self._key)
         for module in self.callers:
@@ -1331,6 +1411,8 @@ class Conversion:
             for site in self.sites.values() if any(traced_route(r.text) for r in site.routes)
         )  # fmt: skip
         products += " under bfloat16 autocast" * needs_autocast
+        if self._delayed is not None and self._modules:
+            words += f", {len(self._delayed.products)} by delayed scaling"
         if isinstance(self._wanted, Forced):
             words += f", kernels {FORCED}"
         else:

@@ -23,8 +23,8 @@ def restored_state(
     """Restore the values of a model, its gradients and an optimizer after the block.
 
     Restored are buffers, the random number generators of torch and, if the model is trained,
-    parameters and gradients, in the same tensors. Copies are kept on the GPU if they fit into half
-    of its free memory, else on the host.
+    parameters, gradients and main gradients, in the same tensors. Copies are kept on the GPU if
+    they fit into half of its free memory, else on the host.
 
     Args:
         model: The model.
@@ -39,6 +39,8 @@ def restored_state(
         gradients = {p: p.grad for p in parameters}
         tensors += [p.detach() for p in parameters]
         tensors += [x for x in gradients.values() if x is not None]
+        main_grads = (getattr(p, "main_grad", None) for p in parameters)
+        tensors += [x for x in main_grads if x is not None]
     copies = _copies(tensors)
     state: Any = None if optimizer is None else copy.deepcopy(optimizer.state_dict())
     every = (*tensors, *model.parameters())

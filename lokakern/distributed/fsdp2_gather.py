@@ -280,6 +280,8 @@ def _why_not(module: Linear) -> str:
         return "mods.Pad adds zeros to its weight at each call"
     if module.is_frozen:
         return "its weight is frozen"
+    if module.delayed is not None:
+        return "its weight has a scale of earlier steps (scaling='delayed')"
     return ""
 
 

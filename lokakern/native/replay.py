@@ -256,7 +256,7 @@ def recorded_op(
 
 
 def plain_op(
-    library: torch.library.Library, schema: str, implementation: Callable[..., Any]
+    library: torch.library.Library, schema: str, implementation: Callable[..., Any], **options: Any
 ) -> None:
     """Define an op that always runs in Python, such as one that writes to arguments.
 
@@ -264,6 +264,7 @@ def plain_op(
         library: Where the op is defined.
         schema: Of the op.
         implementation: The op on any device.
+        options: Of `torch.library.Library.define`.
     """
     name = schema.partition("(")[0]
 
@@ -273,7 +274,7 @@ def plain_op(
             _KEPT.unrecorded.append(name)
         return implementation(*args)
 
-    library.define(schema)
+    library.define(schema, **options)
     library.impl(name, call, "CompositeExplicitAutograd")
 
 

@@ -26,6 +26,7 @@ class Chosen(NamedTuple):
         is_inference: Whether the weight is quantized once.
         chain: The plan of a chain of a `LinearNormAct` alone, or "".
         form: The form of a `Linear` in compiled code, see `lokakern.nn.compiled_form`.
+        adds_gradient: Whether gradients of the weight are added to its ``main_grad``.
     """
 
     key: str
@@ -33,6 +34,7 @@ class Chosen(NamedTuple):
     is_inference: bool
     chain: str = ""
     form: str = ""
+    adds_gradient: bool = False
 
 
 def adopt(layer: nn.Module) -> None:
@@ -121,6 +123,8 @@ def _apply_newest(module: Routed) -> None:
     module.take_routes(newest.routes, _parameter(module))
     if isinstance(module, Linear):
         module.take_form(newest.form)
+        if newest.adds_gradient or module.adds_gradient:
+            module.add_gradient(newest.adds_gradient)
     if isinstance(module, LinearNormAct):
         module.take_chain(newest.chain)
     if newest.is_inference:

@@ -23,9 +23,13 @@ from lokakern.nn.routed_matmul import (
     EAGER,
     OPS,
     PLAIN,
+    Delayed,
+    KeepingLinear,
     RoutedLinear,
     TurnedLinear,
+    delayed_key,
     find_activator,
+    has_delayed,
     has_switch,
     is_constant,
     is_known,
@@ -49,9 +53,11 @@ if TYPE_CHECKING:
 PLAIN_ROUTES = (PLAIN, PLAIN, PLAIN)
 _DERIVED = (
     "_kept", "_fp8_views", "_gathering", "_weight_scale", "_gathered", "_plan", "_chain_recipes",
+    "adds_gradient", "delayed",
 )  # fmt: skip
 # Flags of a plan, see `Routed.changed`, in this order.
 ALTERED, HELD, FROZEN, OFFLOADED = "altered", "held", "frozen", "offloaded"
+ADDING = "adding"  # alone
 _BETWEEN = "\0"  # between the parts of a plan
 OWN_CHAIN = "\0own"  # owner of the FP8 weights of a layer's own chain
 CHAIN_DATA, CHAIN_SCALE = "chain_data_", "chain_scale_"  # names of buffers, before a granularity
@@ -74,6 +80,23 @@ def _is_without_data(x: Tensor) -> bool:
         "conversion first (handle.undo()), or use torch.compile, which keeps the kernels"
     )
     return True
+
+
+def _main_grad_of(weight: Tensor) -> Tensor:
+    """What the gradient of a weight is added to.
+
+    Raises:
+        UnsupportedError: The weight is another one than that of the conversion.
+    """
+    found: Tensor | None = getattr(weight, "main_grad", None)
+    if found is None:
+        raise UnsupportedError(
+            f"the weight {list(weight.shape)} of a layer has no main_grad, as it is not the one "
+            "that convert(main_grads=True) found: FSDP2, whose weights are new in each pass, adds "
+            "gradients in float32 by MixedPrecisionPolicy(reduce_dtype=torch.float32), without "
+            "main_grads=True; of a weight that was assigned, convert the model again"
+        )
+    return found
 
 
 def _is_sharded(weight: Tensor) -> bool:
@@ -156,6 +179,10 @@ class Routed(nn.Module):
     makes_weight = False  # whether its weight is not a parameter
     is_mixing = False  # whether it multiplies across tokens, see `mods.MixTokens`
     is_offloaded = False  # whether the unquantized weight is on another device
+    # Whether gradients of the weight are added to its float32 ``main_grad``; not in copies.
+    adds_gradient = False
+    # State of delayed scaling by the key of the layer in its routes; not in copies.
+    delayed: dict[str, Delayed] | None = None
     padding: tuple[int, int] = (0, 0)  # zeros added to k and n, see `mods.Pad`
     form = ""  # in compiled code, see `lokakern.nn.compiled_form`
     _fp8_dtype = torch.float8_e4m3fn
@@ -170,7 +197,8 @@ class Routed(nn.Module):
         ``input_scale`` is a static scale of x, if any.
         """
         plan = self._plan
-        if not plan or plan.endswith(_BETWEEN * len(PLAIN_ROUTES)):
+        is_plain = not plan or plan.endswith(_BETWEEN * len(PLAIN_ROUTES))
+        if is_plain and not plan.startswith(ADDING):
             return linear(x, weight, bias)  # every route is plain
         if is_compiling():
             return _traced_product(self, plan, x, weight, bias, input_scale)
@@ -192,15 +220,32 @@ class Routed(nn.Module):
             return linear(x, weight, bias)
         m = x.shape[:-1].numel()
         asked = self._routes if is_grad_enabled() else self._routes[:1]
-        if not quantizes_at(asked, m) and not self.is_offloaded:
+        adds = self.adds_gradient and is_grad_enabled() and weight.requires_grad
+        if not quantizes_at(asked, m) and not self.is_offloaded and not adds:
             return linear(x, weight, bias)  # in the layout of x, as nn.Linear
+        way = "training" if is_grad_enabled() else "inference"
+        way = "offloaded" if self.is_offloaded else way
+        if way == "training" and (adds or has_delayed(plan)):
+            return self._keeping_product(plan, x, weight, bias, m, input_scale)
         if self.is_frozen:
             parts: tuple[Tensor | None, ...] = (*_frozen(self), None, None)
         else:
             parts = self._parts(x, weight, m)
-        way = "training" if is_grad_enabled() else "inference"
-        way = "offloaded" if self.is_offloaded else way
         return multiply_rows(x, weight, bias, parts, self._routes, input_scale, way)
+
+    def _keeping_product(
+        self, plan: str, x: Tensor, weight: Tensor, bias: Tensor | None, m: int, input_scale: str
+    ) -> Tensor:
+        """`product` in training of a layer with main gradients or delayed scaling."""
+        adds = plan.startswith(ADDING) and weight.requires_grad
+        main_grad = _main_grad_of(weight) if adds else None
+        state = self.delayed.get(delayed_key(plan)) if self.delayed and has_delayed(plan) else None
+        parts: tuple[Tensor | None, ...] = (None, None, None, None)
+        if state is None and not is_compiling():
+            parts = self._parts(x, weight, m)
+        parts = (*parts, main_grad, *((None, None, None) if state is None else state))
+        routes = plan.split(_BETWEEN)[2:]
+        return multiply_rows(x, weight, bias, parts, routes, input_scale, "keeping")
 
     def _of_shards(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, input_scale: str
@@ -269,13 +314,14 @@ class Routed(nn.Module):
         is_altered = self.is_held or self.is_mixing or self.padding != (0, 0)
         is_held = self.is_held and not self.is_mixing and self.padding == (0, 0)
         flags = ((ALTERED, is_altered), (HELD, is_held), (FROZEN, self.is_frozen),
-                 (OFFLOADED, self.is_offloaded))  # fmt: skip
+                 (OFFLOADED, self.is_offloaded), (ADDING, self.adds_gradient))  # fmt: skip
         words = " ".join(word for word, holds in flags if holds)
         columns = self._fp8_widths[0] if self.is_frozen else 0
         is_whole = not self.is_frozen or self.fp8_data.shape[1] == columns
         parts = (words, "" if is_whole else str(columns), *self._routes)
         # One object for equal plans: `layer.cpp` keeps each.
-        self._plan = sys.intern(_BETWEEN.join(parts)) if is_altered or any(self._routes) else ""
+        is_any = is_altered or self.adds_gradient or any(self._routes)
+        self._plan = sys.intern(_BETWEEN.join(parts)) if is_any else ""
 
     def take_routes(self, texts: Sequence[str], weight: Tensor | None) -> None:
         """Set the routes; ``weight`` is the parameter if it is multiplied without change."""
@@ -370,6 +416,8 @@ class Routed(nn.Module):
         state = dict(self.__dict__)
         for name in _DERIVED:
             state.pop(name, None)
+        if self.adds_gradient:  # not in a copy, of which no handle knows
+            state["_choices"] = tuple(c._replace(adds_gradient=False) for c in self._choices)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -399,7 +447,8 @@ def multiply_rows(
     """The product by routes in bfloat16, with the FP8 weights of `Routed._parts`.
 
     Of ``way`` see `_way`; or "turned", training with a weight that is the transpose of a row-major
-    one, and its gradient, too.
+    one, and its gradient, too; or "keeping", training with what `KeepingLinear` is given behind the
+    FP8 weights.
     """
     if is_compiling():
         fuse_quantizers()
@@ -414,6 +463,9 @@ def multiply_rows(
         y: Tensor = RoutedLinear.apply(rows, weight, bias, *parts, *routes, input_scale, apart)  # type: ignore[no-untyped-call]
     elif way == "turned":
         y = TurnedLinear.apply(rows, weight, bias, *parts, *routes, input_scale, apart)  # type: ignore[no-untyped-call]
+    elif way == "keeping":
+        fp8, kept = parts[:4], parts[4:]
+        y = KeepingLinear.apply(rows, weight, bias, *fp8, *routes, input_scale, apart, *kept)  # type: ignore[no-untyped-call]
     else:
         right = None if weight is None or way == "offloaded" else weight.t()
         y = multiply(rows, right, parts[0], parts[1], bias, routes[0], input_scale, apart)
@@ -463,6 +515,9 @@ def _traced_product(
     if not found:
         return linear(x, weight, bias)
     way, flags, columns, *routes = found.split("\0")
+    if way == "keeping":
+        plan = found.partition("\0")[2]
+        return layer._keeping_product(plan, x, weight, bias, m, input_scale)
     if way == "refused" or (way == "offloaded" and _wants_gradients(x, weight, bias)):
         raise UnsupportedError(_OF_OFFLOADED)
     parts: tuple[Tensor | None, ...] = (None, None, None, None)
@@ -514,8 +569,8 @@ def _way(
 
     A constant for compilers. It reads the state of autograd and autocast, which Dynamo guards.
     ``m`` is -1 if it is dynamic. Unless ``is_traced``, of an eager call. The word is "training",
-    "inference", "frozen" if the product reads only the frozen weight, or "offloaded" or "refused"
-    for an offloaded weight.
+    "keeping" if the layer has main gradients or delayed scaling, "inference", "frozen" if the
+    product reads only the frozen weight, or "offloaded" or "refused" for an offloaded weight.
     """
     flags, columns, *routes = plan.split(_BETWEEN)
     if is_traced and EAGER in plan:
@@ -529,10 +584,12 @@ def _way(
     is_training = is_grad_enabled()
     asked = tuple(routes) if is_training else (routes[0],)
     is_plain = not any(asked) if m < 0 else not quantizes_at(asked, m)
-    if not fits or is_plain:
+    if not fits or (is_plain and not (is_training and flags == ADDING)):
         return ""
     is_frozen = FROZEN in flags and m >= 0 and not sampled_check.is_checked(routes[0])
     word = "training" if is_training else "frozen" if is_frozen else "inference"
+    if is_training and (flags == ADDING or has_delayed(plan)):
+        word = "keeping"
     return f"{word}{_BETWEEN}{plan}"
 
 
@@ -589,7 +646,8 @@ def described(plan: str) -> list[tuple[str, bool, list[list[tuple[int, bool]]]]]
     kernel.
     """
     flags, _, *routes = plan.split(_BETWEEN)
-    if OFFLOADED in flags or (ALTERED in flags and HELD not in flags):
+    keeps = flags == ADDING or has_delayed(plan)
+    if keeps or OFFLOADED in flags or (ALTERED in flags and HELD not in flags):
         return None
     return [
         (text, sampled_check.is_checked(text) or has_switch(text), segments_of(text))
@@ -751,12 +809,44 @@ class Linear(nn.Linear, Routed):
         else:
             self._renew_chain_weights()
         self._keep_gathering()
+        self._renew_main_grad()
         self.changed()  # parameters may be others
 
     def _apply(self, *arguments: Any, **options: Any) -> Any:
         applied = super()._apply(*arguments, **options)
         self._keep_gathering()
+        self._renew_main_grad()
+        for key, state in list((self.delayed or {}).items()):
+            self.keep_delayed(key, state.on(self.weight.device))
         return applied
+
+    def keep_delayed(self, key: str, state: Delayed | None) -> None:
+        """Keep the state of routes with a key; None forgets it."""
+        others = {k: x for k, x in (self.delayed or {}).items() if k != key}
+        self.delayed = (others if state is None else {**others, key: state}) or None
+
+    def add_gradient(self, is_wanted: bool) -> None:
+        """Add gradients of the weight to its ``main_grad``, zeros at first, from now on, or not.
+
+        A weight that is not multiplied as it is, or that is not trained, keeps its gradients.
+        """
+        weight: Any = self._parameters["weight"]
+        fits = type(weight) is Parameter and weight.requires_grad and self._has_parameter
+        fits = fits and not self.is_mixing
+        if self.adds_gradient and hasattr(weight, "main_grad") and not (fits and is_wanted):
+            del weight.main_grad
+        self.adds_gradient = fits and is_wanted
+        self._renew_main_grad()
+        if self.adds_gradient:
+            prepare_to_be_compiled(_way, _activated_way, fuse_quantizers)
+        self.changed()
+
+    def _renew_main_grad(self) -> None:
+        """Make a ``main_grad`` for a weight that has none, such as after a move or a load."""
+        weight: Any = self._parameters["weight"]
+        found = getattr(weight, "main_grad", None)
+        if self.adds_gradient and (found is None or found.device != weight.device):
+            weight.main_grad = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
 
     def _keep_gathering(self) -> None:
         """Register the new local tensor of a sharded weight after a cast or a load."""

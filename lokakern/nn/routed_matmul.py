@@ -7,9 +7,10 @@ right operand, then the first m of each kernel, for m that 16 divides and for ot
 
 An empty name means torch's unquantized product, and a name behind "~" that there is a kernel in
 eager calls only. On another device a kernel's emulation runs. A part ``switch=NAME`` names a switch
-(`turn`), and a last part may define a check (`lokakern.sampled_check`). The ops look up a kernel
-when they run, not when they are traced, because m may be dynamic. Where Inductor knows m, it may
-quantize the left operand in the kernel that computes it (`lokakern.nn.inductor`).
+(`turn`), one ``delayed=KEY`` a layer with delayed scaling (`delayed`), and a last part may define a
+check (`lokakern.sampled_check`). The ops look up a kernel when they run, not when they are traced,
+because m may be dynamic. Where Inductor knows m, it may quantize the left operand in the kernel
+that computes it (`lokakern.nn.inductor`).
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ from torch.nn.functional import linear
 from lokakern import jit, sampled_check
 from lokakern.device import current_device
 from lokakern.epilogue import NormEpilogue
-from lokakern.errors import UnsupportedError
+from lokakern.errors import ShapeError, UnsupportedError
 from lokakern.functional.quantize import dequantize, quantize
-from lokakern.native import forget, recorded_op
+from lokakern.functional.scaled_gemm import scaled_gemm
+from lokakern.native import forget, plain_op, recorded_op
 from lokakern.quantized_tensor import pitch_of
 from lokakern.registry.register import KERNELS, Kernel, fp8_format, kernel_named, load_kernels
 from lokakern.types import GROUP, Granularity, QuantizedTensor, empty_data
@@ -53,8 +55,37 @@ OPS = torch.ops.lokakern
 _IS_AMD = torch.version.hip is not None
 _ROUTES: dict[tuple[str, torch.device], _LoadedRoute] = {}
 _SWITCH = ";switch="
+_DELAYED = ";delayed="
+# Products, and for each of them the places of its operands in `Delayed.scales`, and those in `amax`
+# (of the output) or `amax_behind`.
+OUTPUT, GRAD_INPUT, GRAD_WEIGHT = 0, 1, 2
+_PLACES = (((0, 1), (0, 1)), ((2, 1), (0, 1)), ((2, 0), (2, 3)))
+_SEEN: set[tuple[str, int]] = set()  # key and operand of what was quantized before it was settled
+_SETTLED: set[tuple[str, int]] = set()  # of what has a scale of earlier steps
 _OFF: set[str] = set()  # switches
 _turns = [0]  # how often switches were turned
+
+
+class Delayed(NamedTuple):
+    """State of a layer with delayed scaling, float32.
+
+    Attributes:
+        scales: Of input, weight and gradient of the output, ``[3]``.
+        amax: Since the last step, of input and weight in the output, ``[2]``.
+        amax_behind: The same of both operands of the gradient of the input, and of that of the
+            weight, ``[4]``. The backward pass has its own, because compilers do not let both passes
+            write to one tensor.
+    """
+
+    scales: Tensor
+    amax: Tensor
+    amax_behind: Tensor
+
+    def on(self, device: torch.device) -> Delayed:
+        """The state on a device; that of a meta device as at first."""
+        return (
+            new_delayed(device) if self.scales.is_meta else Delayed(*(x.to(device) for x in self))
+        )
 
 
 class _LoadedRoute(NamedTuple):
@@ -121,6 +152,56 @@ def switched(text: str, switch: str) -> str:
 def has_switch(text: str) -> bool:
     """Whether a route has a switch."""
     return _SWITCH in text
+
+
+def delayed(text: str, key: str) -> str:
+    """A route whose operands have scales of earlier steps, which `Delayed` of a layer keeps.
+
+    As it is if it has no kernel, or one whose scales are not tensorwise, or that quantizes itself.
+    """
+    if text == PLAIN:
+        return text
+    load_kernels()
+    names = {name for part in read_route(text)[1:] for _, name in part if name}
+    tensorwise = Granularity.TENSOR, Granularity.TENSOR
+    found = [kernel_named(name) for name in names]
+    is_fit = all(kernel.parts and _scales_of(kernel) == tensorwise for kernel in found)
+    return text + _DELAYED + key if is_fit else text
+
+
+def new_delayed(device: torch.device) -> Delayed:
+    """The state of a layer before its first step."""
+    return Delayed(*(x.to(device) for x in (torch.ones(3), torch.zeros(2), torch.zeros(4))))
+
+
+def has_delayed(text: str) -> bool:
+    """Whether operands of a route, or of one in a plan, have scales of earlier steps."""
+    return _DELAYED in text
+
+
+def delayed_key(text: str) -> str:
+    """The key of the layer in a route, or in a plan, with scales of earlier steps."""
+    return text.partition(_DELAYED)[2].partition(";")[0].partition("\0")[0]
+
+
+def settle(key: str) -> None:
+    """Let the operands of a layer that were quantized since then have their scales of `Delayed`."""
+    for place in range(3):
+        if (key, place) in _SEEN:
+            _SEEN.remove((key, place))
+            _SETTLED.add((key, place))
+
+
+def settled(key: str) -> list[bool]:
+    """Whether input, weight and gradient of a layer have scales of earlier steps."""
+    return [(key, place) in _SETTLED for place in range(3)]
+
+
+def set_settled(key: str, are_settled: Sequence[bool]) -> None:
+    """Set `settled`; all False forgets the layer."""
+    for place, is_settled in enumerate(are_settled):
+        _SEEN.discard((key, place))
+        (_SETTLED.add if is_settled else _SETTLED.discard)((key, place))
 
 
 def _is_off(text: str) -> bool:
@@ -584,6 +665,127 @@ def _weight_gradient(grad: Tensor, x: Tensor, route: str) -> Tensor:
     return _multiply(grad.t(), x, None, None, None, route)
 
 
+def _kernel_at(route: str, m: int, device: torch.device) -> Kernel | None:
+    """The kernel of a route at m on a device; None for the unquantized product."""
+    if route == PLAIN or not m:
+        return None
+    loaded = _ROUTES.get((route, device)) or _load_route(route, device)
+    other = bool(m & 15)
+    return loaded.kernels[other][bisect_right(loaded.starts[other], m) - 1]
+
+
+def _add_weight_gradient(
+    main_grad: Tensor, grad: Tensor, x: Tensor, route: str, scales: Tensor | None = None,
+    amax: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Add ``grad.t() @ x`` to float32 ``main_grad``, which nothing rounds before.
+
+    Except where a kernel of these scales that adds to float32 is for other GPUs than this one: the
+    product is bfloat16 then. With ``scales`` and ``amax`` of `Delayed` for a route with a key.
+
+    Raises:
+        ShapeError: ``main_grad`` is not float32 ``[n, k]``.
+    """
+    shape = grad.shape[1], x.shape[1]
+    if main_grad.dtype is not torch.float32 or tuple(main_grad.shape) != shape:
+        raise ShapeError(
+            f"main_grad of a weight is {list(main_grad.shape)} {main_grad.dtype}; expected "
+            f"{list(shape)} torch.float32"
+        )
+    # The version stays: compilers may save it for the backward pass of each graph that is kept.
+    total, kernel = main_grad.data, _kernel_at(route, grad.shape[0], x.device)
+    with torch.autocast(x.device.type, enabled=False):  # emulations multiply in float32
+        if kernel is not None and _adds(kernel, x.device):
+            if scales is not None and amax is not None:
+                left, right = _quantize_delayed(grad.t(), x.t(), scales, amax, route, GRAD_WEIGHT)
+            else:
+                left = quantize(_readable(grad.t()), kernel.granularity)
+                right = quantize(_readable(x.t()), kernel.b_granularity)
+            scaled_gemm(left, right.t(), accumulate=True, out=total)
+        elif kernel is not None and scales is not None and amax is not None:
+            total.add_(_delayed_gemm(grad.t(), x, None, scales, amax, route, GRAD_WEIGHT))
+        elif kernel is not None:
+            total.add_(_weight_gradient(grad, x, route))
+        elif x.is_cuda and not _IS_AMD:
+            torch.ops.aten.addmm.dtype_out(total, grad.t(), x, torch.float32, out=total)
+        else:  # torch adds bfloat16 products to float32 on NVIDIA GPUs only
+            total.addmm_(grad.t().float(), x.float())
+
+
+def _readable(x: Tensor) -> Tensor:
+    """The matrix as quantizers read it, row-major or column-major."""
+    return x if 1 in x.stride() else x.contiguous()
+
+
+def _delayed_gemm(
+    a: Tensor, b: Tensor, bias: Tensor | None, scales: Tensor, amax: Tensor, route: str,
+    product: int,
+) -> Tensor:  # fmt: skip
+    """``a @ b + bias`` by a route, with scales of earlier steps, see `Delayed`.
+
+    Args:
+        a: ``[m, k]``, bfloat16.
+        b: ``[k, n]``, bfloat16 or float32.
+        bias: ``[n]``, or None.
+        scales: Of the layer.
+        amax: That of the products of the forward or of the backward pass.
+        route: With a key, see `delayed`.
+        product: `OUTPUT`, `GRAD_INPUT` or `GRAD_WEIGHT`.
+    """
+    kernel = _kernel_at(route, a.shape[1 if product == GRAD_WEIGHT else 0], a.device)
+    if kernel is None:
+        b = b.to(a.dtype)
+        return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
+    left, right = _quantize_delayed(a, b.t(), scales, amax, route, product)
+    assert left.scale is not None  # FP8 has scales
+    out = _empty(a, b, None)
+    _launch_scaled(kernel, left.data, left.scale, right.t(), out, bias)
+    if sampled_check.is_checked(route):
+        watch = sampled_check.watch_named(sampled_check.check_of(route))
+        watch.see(a, b, out, bias, kernel.name)
+    return out
+
+
+def _quantize_delayed(
+    a: Tensor, b: Tensor, scales: Tensor, amax: Tensor, route: str, product: int
+) -> tuple[QuantizedTensor, QuantizedTensor]:
+    """Both operands of a product ``a @ b.t()`` with scales of earlier steps, recording their amax.
+
+    With a scale of their own in steps before the first `settle` of an operand.
+    """
+    key, amax = delayed_key(route), amax.data  # whose version stays, as of main gradients
+    found = []
+    for x, scale, place in zip((a, b), *_PLACES[product], strict=True):
+        x, most = _readable(x), amax[place : place + 1]
+        if (key, scale) in _SETTLED:
+            earlier = scales.data[scale : scale + 1]
+            found.append(quantize(x, Granularity.TENSOR, scale=earlier, amax=most))
+        else:
+            wide = x.float().abs()
+            torch.maximum(most, torch.where(wide.isfinite(), wide, 0.0).amax(), out=most)
+            _SEEN.add((key, scale))
+            found.append(quantize(x, Granularity.TENSOR))
+    return found[0], found[1]
+
+
+@functools.lru_cache(maxsize=256)
+def _adds(kernel: Kernel, device: torch.device) -> bool:
+    """Whether a kernel for the scales of this one adds to float32 here, emulated if this one is."""
+    here, scales = current_device(device.type, device.index or 0), _scales_of(kernel)
+    return any(
+        other.accumulates
+        and _scales_of(other) == scales
+        and other.runs_on(here)
+        and ("any" not in other.architectures or other.name in kernel.parts)
+        for other in KERNELS.values()
+        if other.op == "scaled_gemm" and not other.library
+    )
+
+
+def _scales_of(kernel: Kernel) -> tuple[Granularity, Granularity]:
+    return kernel.granularity, kernel.b_granularity
+
+
 def _weight_gradient_fake(grad: Tensor, x: Tensor, route: str) -> Tensor:
     return grad.new_empty((grad.shape[1], x.shape[1]), dtype=torch.bfloat16)
 
@@ -615,6 +817,23 @@ recorded_op(
     _LIBRARY, "weight_gradient(Tensor grad, Tensor x, str route) -> Tensor", _weight_gradient,
     tags=_ANY_LAYOUT,
 )  # fmt: skip
+plain_op(
+    _LIBRARY,
+    "add_weight_gradient(Tensor(a!) main_grad, Tensor grad, Tensor x, str route, "
+    "Tensor? scales=None, Tensor(b!)? amax=None) -> ()",
+    _add_weight_gradient,
+    tags=_ANY_LAYOUT,
+)
+plain_op(
+    _LIBRARY,
+    "delayed_gemm(Tensor a, Tensor b, Tensor? bias, Tensor scales, Tensor(a!) amax, str route, "
+    "int product) -> Tensor",
+    _delayed_gemm,
+    tags=_ANY_LAYOUT,
+)
+torch.library.register_fake(
+    "lokakern::delayed_gemm", lambda a, b, *_: _empty(a, b, None), lib=_LIBRARY
+)
 recorded_op(
     _LIBRARY, "quantize_weight(Tensor weight, str scales) -> (Tensor, Tensor)", _quantize_weight,
     tags=_ANY_LAYOUT,
@@ -633,6 +852,7 @@ torch.library.register_fake("lokakern::activated_gemm", _activated_gemm_fake, li
 torch.library.register_fake("lokakern::quantize_activated", _quantize_activated_fake, lib=_LIBRARY)
 torch.library.register_fake("lokakern::routed_gemm", _multiply_fake, lib=_LIBRARY)
 torch.library.register_fake("lokakern::weight_gradient", _weight_gradient_fake, lib=_LIBRARY)
+torch.library.register_fake("lokakern::add_weight_gradient", lambda *_: None, lib=_LIBRARY)
 torch.library.register_fake("lokakern::quantize_weight", _quantize_weight_fake, lib=_LIBRARY)
 
 
@@ -685,6 +905,70 @@ class RoutedLinear(torch.autograd.Function):
             weight = weight if ctx.given is None else unchanged(*ctx.given)
             return *_gradients(grad, x, weight, needs), *[None] * 9
         return *routed_gradients(ctx, grad, x, weight, turned, turned_scale), *[None] * 9
+
+
+class KeepingLinear(RoutedLinear):
+    """`RoutedLinear` of a layer that keeps a main gradient, or scales and their amax.
+
+    More arguments: ``main_grad`` ``[n, k]``, to which the weight's gradient is added, or None; and
+    a `Delayed`, in three arguments, or three times None. To autograd a weight with a main gradient
+    has no other one, except where gradients are differentiated again, or where torch.autograd.grad
+    asks for that of the weight.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        *others, main_grad, scales, amax, amax_behind = given
+        x, weight, bias, _, _, _, _, to_output, to_input, to_weight, *_ = others
+        # Not saved, as other passes may write to them until the backward one.
+        ctx.main_grad, ctx.scales, ctx.amax = main_grad, scales, amax_behind
+        if scales is None or not has_delayed(to_output):
+            return RoutedLinear.forward(ctx, *others)
+        ctx.to_input, ctx.to_weight, ctx.dtype = to_input, to_weight, weight.dtype
+        ctx.save_for_backward(x, weight, None, None)
+        ctx.given = None  # as the weight that is saved is the original one
+        y: Tensor = OPS.delayed_gemm(x, weight.t(), bias, scales, amax, to_output, OUTPUT)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        if is_grad_enabled() and not is_compiling():
+            return *RoutedLinear.backward(ctx, *gradients), *[None] * 4
+        needs, main_grad = ctx.needs_input_grad, ctx.main_grad
+        is_asked = needs[1]
+        if is_asked and main_grad is not None and not is_compiling():
+            try:  # torch.autograd.grad of other tensors adds to no gradient of a weight
+                is_asked = torch._C._will_engine_execute_node(ctx.next_functions[1][0])
+            except RuntimeError:  # its result is the gradient of the weight
+                main_grad = None
+        (grad,), to_weight, to_input = gradients, ctx.to_weight, ctx.to_input
+        x, weight, turned, turned_scale = ctx.saved_tensors
+        is_delayed = ctx.scales is not None and has_delayed(to_weight)
+        state = (ctx.scales, ctx.amax) if is_delayed else (None, None)
+        grad_x = grad_weight = grad_bias = None
+        if is_asked and main_grad is not None:  # first, as in `routed_gradients`
+            OPS.add_weight_gradient(main_grad, grad, x, to_weight, *state)
+        elif is_asked and is_delayed:
+            grad_weight = OPS.delayed_gemm(grad.t(), x, None, *state, to_weight, GRAD_WEIGHT)
+        elif is_asked and to_weight == PLAIN:
+            grad_weight = grad.t() @ x
+        elif is_asked:
+            grad_weight = OPS.weight_gradient(grad, x, to_weight)
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(ctx.dtype)
+        if needs[0] and ctx.scales is not None and has_delayed(to_input):
+            given = ctx.scales, ctx.amax, to_input, GRAD_INPUT
+            grad_x = OPS.delayed_gemm(grad, weight, None, *given)
+        elif needs[0] and to_input == PLAIN:
+            grad_x = grad @ weight.to(grad.dtype)
+        elif needs[0]:
+            is_checked = weight is None and sampled_check.is_checked(to_input)
+            if is_checked and _is_unchanged(*ctx.given):
+                weight = ctx.given[0]
+            grad_x = multiply(grad, weight, turned, turned_scale, None, to_input, "", False)
+        if needs[2]:
+            grad_bias = grad.sum(0)
+        return grad_x, grad_weight, grad_bias, *[None] * 13
 
 
 class TurnedLinear(RoutedLinear):

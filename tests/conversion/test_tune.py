@@ -531,6 +531,26 @@ def test_a_training_model_is_as_before(known: Book) -> None:
     assert torch.equal(torch.get_rng_state(), seeded)
 
 
+def test_main_gradients_are_as_before_and_stay(known: Book) -> None:
+    """Without relus in products and gradients behind layers, which the variants turn on."""
+    model = model_of()
+    handle = convert(model, 0.06, main_grads=True)
+    step = training_step(model)
+    step()
+    weights: Any = handle.main_grads.weights
+    before = {name: weight.main_grad.clone() for name, weight in weights.items()}
+    gains = {"output": 5.0, "grad_input": -5.0, "grad_weight": 5.0}
+    tune(handle, step, make_timer=Script(handle, cost_of(gains)))
+    assert quantized(handle) == {"output", "grad_weight"}
+    for name, weight in weights.items():
+        assert torch.equal(weight.main_grad, before[name])
+        assert weight.grad is None
+    assert not handle.has_relus
+    handle.main_grads.zero()
+    step()
+    assert all(weight.grad is None and weight.main_grad.any() for weight in weights.values())
+
+
 def test_a_step_that_fails_leaves_the_conversion_as_it_was(known: Book) -> None:
     model = model_of()
     handle = convert(model, 0.06)

@@ -18,7 +18,12 @@ import torch.distributed as dist
 from tests.support.sharing import made_once, shared_folder
 
 # All run in one pair of processes: a process takes longer to begin than most of them.
-MODULES = ("tests.nn.test_tensor_parallel", "tests.distributed.test_ddp_compression")
+MODULES = (
+    "tests.nn.test_tensor_parallel",
+    "tests.distributed.test_ddp_compression",
+    "tests.conversion.test_main_grads",
+    "tests.conversion.test_delayed_scaling",
+)
 
 
 def results_of_two_ranks(module: str) -> list[Any]:
