@@ -60,9 +60,10 @@ def test_whole_kernels_are_counted_where_they_multiply_fp8() -> None:
         shares = [row[f"share_k{k}"] for k in (256, 1024, 4096)]
         multiplies = row["kernel"].partition(".")[2].startswith(PRODUCTS)
         if not multiplies or row["kernel"].endswith("bf16"):
-            assert shares == [None] * 3, row
+            assert [*shares, row["busy_k1024"]] == [None] * 4, row
             continue
         assert 0 < shares[0] < shares[1] < shares[2] < row["mfma_share"], row
+        assert 0 < row["busy_k1024"] < 1, row
         assert row["matrix_k4096"] == 4 * row["matrix_k1024"] == 16 * row["matrix_k256"], row
 
 
