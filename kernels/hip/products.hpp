@@ -5,6 +5,11 @@
 #pragma once
 #include "numbers.hpp"
 
+template <int NUMBER>
+struct Constant {
+    static constexpr int VALUE = NUMBER;
+};
+
 constexpr int STEP = 128, PARTS = STEP / 16;
 constexpr unsigned DICE = 8;  // of a GPU: neighboring blocks run on different ones, each with its own L2
 
@@ -68,15 +73,23 @@ public:
     __device__ inline void begin(Words4* stage) { copies_.begin(stage + start_); }
     // To the next step. Behind the last one, it reads nothing.
     __device__ inline void advance(bool is_last = false) {
-        copies_.advance(is_last ? NOWHERE : static_cast<unsigned>(STEP));
+        copies_.advance(further(is_last));
+    }
+    // One of COUNT loads of the next step, and where the one behind it begins.
+    __device__ inline void begin(Words4* stage, int number, bool is_last) {
+        copies_.begin(stage + start_, number);
+        copies_.advance(further(is_last), number);
     }
     __device__ inline void put(Words4* stage) { copies_.put(stage + start_); }
+    __device__ inline void put(Words4* stage, int number) { copies_.put(stage + start_, number); }
     // For all but the LATER loads that a lane began last.
     template <int LATER = 0>
     __device__ inline void wait() { copies_.template wait<LATER>(); }
 
-private:
     static constexpr int COUNT = ROWS * PARTS / (WAVES * WAVE);
+
+private:
+    static __device__ inline unsigned further(bool is_last) { return is_last ? NOWHERE : STEP; }
     int start_;
     Copies<COUNT> copies_;
 };

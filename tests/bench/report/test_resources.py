@@ -69,7 +69,7 @@ def test_whole_kernels_are_counted_where_they_multiply_fp8() -> None:
 
 @pytest.mark.parametrize(
     ("architecture", "tile", "least"),
-    [("gfx942", 128, 0.62), ("gfx942", 256, 0.69), ("gfx950", 256, 0.65)],
+    [("gfx942", 128, 0.63), ("gfx942", 256, 0.70), ("gfx950", 256, 0.66)],
 )
 def test_most_cycles_of_the_largest_tile_multiply(
     architecture: str, tile: int, least: float
@@ -82,6 +82,17 @@ def test_most_cycles_of_the_largest_tile_multiply(
         and row["variant"] == f"TILE_M={tile} TILE_N={tile} SCALES=0"
     ]
     assert row["share_k1024"] >= least and row["loop_waits_k1024"] == 0
+
+
+@pytest.mark.parametrize("architecture", ["gfx942", "gfx950"])
+def test_hip_keeps_matrix_cores_busier_than_triton(architecture: str) -> None:
+    """In the best tile of each, simulated: the order in which `dispatch` takes them by counts."""
+    busy = {"hip": 0.0, "triton": 0.0}
+    for row in resources.resource_rows():
+        language, _, name = row["kernel"].partition(".")
+        if name == "scaled_gemm_row" and row["architecture"] == architecture:
+            busy[language] = max(busy[language], row["busy_k1024"])
+    assert busy["hip"] > 1.4 * busy["triton"] > 0
 
 
 @pytest.mark.parametrize("architecture", ["gfx942", "gfx950"])
@@ -104,6 +115,7 @@ def test_products_take_two_fifths_of_norms_of_256_columns(architecture: str) -> 
     [("gfx942", "scaled_gemm_block", "TILE_M=128 TILE_N=128", 0.53),
      ("gfx942", "scaled_gemm_block", "TILE_M=256 TILE_N=256", 0.60),
      ("gfx950", "scaled_gemm_block", "TILE_M=256 TILE_N=256", 0.50),
+     ("gfx950", "scaled_gemm_mx", "TILE_M=256 TILE_N=256", 0.65),
      ("gfx942", "gemm_norm_block", "TILE_N=256", 0.53),
      ("gfx950", "gemm_norm_block", "TILE_N=256", 0.41),
      ("gfx950", "gemm_norm_row", "TILE_N=64", 0.24)],
