@@ -113,6 +113,8 @@ MUTATIONS = tuple(Mutation(*words) for words in (
     ("tail of k", "products.hpp", "left < 4 ? words[i]", "left < 3 ? words[i]"),
     ("parts past k", "products.hpp", "part = count / 16; part < PARTS",
      "part = count / 16; part < 1"),
+    ("copies of one row", "products.hpp", "row_of(EACH * i) - row_of(0)", "0"),
+    ("the same between all copies", "products.hpp", "if (COUNT & (COUNT - 1))", "if (false)"),
     ("row past the last", "products.hpp", "copies_(data, (count - 1u) * stride",
      "copies_(data, count * stride"),
     ("row past the last in registers", "products.hpp", "from_(data, (count - 1u) * stride",

@@ -66,9 +66,15 @@ public:
         const unsigned char* data, int count, int stride, int k, int wave, RowOf row_of)
         : start_(wave * COUNT * WAVE),
           copies_(data, (count - 1u) * stride + (k + 15u) / 16 * 16, [&](int i) {
-              const int lane = lane_index();
-              const int row = (wave * COUNT + i) * (WAVE / PARTS) + lane / PARTS;
-              return product_of_24_bits(row_of(row), stride) + 16 * (lane % PARTS ^ row % PARTS);
+              constexpr int EACH = WAVE / PARTS;  // rows of a copy
+              const int lane = lane_index(), first = wave * COUNT * EACH + lane / PARTS;
+              const unsigned part = 16 * (lane % PARTS ^ first % PARTS);
+              if (COUNT & (COUNT - 1))
+                  return product_of_24_bits(row_of(first + EACH * i), stride) + part;
+              // A copy sets bits of the row that no wave or lane does, and `row_of` moves bits: between
+              // two copies lies the same in all lanes.
+              return product_of_24_bits(row_of(first), stride) + part +
+                     (row_of(EACH * i) - row_of(0)) * stride;
           }) {}
     __device__ inline void begin(Words4* stage) { copies_.begin(stage + start_); }
     // To the next step. Behind the last one, it reads nothing.

@@ -69,7 +69,7 @@ def test_whole_kernels_are_counted_where_they_multiply_fp8() -> None:
 
 @pytest.mark.parametrize(
     ("architecture", "tile", "least"),
-    [("gfx942", 128, 0.63), ("gfx942", 256, 0.70), ("gfx950", 256, 0.66)],
+    [("gfx942", 128, 0.63), ("gfx942", 256, 0.71), ("gfx950", 256, 0.67)],
 )
 def test_most_cycles_of_the_largest_tile_multiply(
     architecture: str, tile: int, least: float
@@ -115,7 +115,7 @@ def test_products_take_two_fifths_of_norms_of_256_columns(architecture: str) -> 
     [("gfx942", "scaled_gemm_block", "TILE_M=128 TILE_N=128", 0.53),
      ("gfx942", "scaled_gemm_block", "TILE_M=256 TILE_N=256", 0.60),
      ("gfx950", "scaled_gemm_block", "TILE_M=256 TILE_N=256", 0.50),
-     ("gfx950", "scaled_gemm_mx", "TILE_M=256 TILE_N=256", 0.65),
+     ("gfx950", "scaled_gemm_mx", "TILE_M=256 TILE_N=256", 0.66),
      ("gfx942", "gemm_norm_block", "TILE_N=256", 0.53),
      ("gfx950", "gemm_norm_block", "TILE_N=256", 0.41),
      ("gfx950", "gemm_norm_row", "TILE_N=64", 0.24)],
