@@ -35,10 +35,11 @@ COLUMNS = {
 DEPTHS = ("k=256", "k=1024", "k=4096")
 WHOLE = ("matrix", "vector", "scalar", "local", "memory", "waits", "loop_waits", "share")
 # Columns that fit a terminal of 100 characters.
-BRIEF = ("kernel", "variant", "architecture", "matrix", "occupancy", "mfma_share", "share_k1024")
+BRIEF = ("kernel", "variant", "architecture", "matrix", "occupancy", "share_k1024", "busy_k1024")
 NOTE = (
-    "occupancy in waves of a SIMD; mfma_share is counted in the main loop, share_k1024 in the "
-    "whole kernel (kernels/hip/README.md); --format csv has all columns"
+    "occupancy in waves of a SIMD; share_k1024 is the counted share of matrix instructions in all "
+    "cycles, busy_k1024 the simulated one of the time (kernels/hip/README.md); --format csv has "
+    "all columns"
 )
 
 
@@ -88,6 +89,7 @@ def _read(recorded: dict[str, Any]) -> Iterator[Row]:
                     "matrix": _matrix(found["matrix"]),
                     **{column: found[name] for column, name in COLUMNS.items()},
                     **_whole(found.get("whole", {})),
+                    "busy_k1024": found.get("busy_k1024"),
                     "compiler": compiler,
                 }
 

@@ -152,7 +152,7 @@ static __device__ inline unsigned bfloat16_pair(float first, float second) {
     for (unsigned& half : halves) half += 0x7fff + (half >> 16 & 1);
     halves[0] = first == first ? halves[0] : 0x7fc00000u;
     halves[1] = second == second ? halves[1] : 0x7fc00000u;
-    return halves[1] >> 16 << 16 | halves[0] >> 16;
+    return __builtin_amdgcn_perm(halves[1], halves[0], 0x07060302);  // the high half of each
 #endif
 }
 
@@ -248,6 +248,10 @@ static __device__ inline void settle(Floats4& sums) {
     hide(sums);
 #endif
 }
+// The same for sums that stay in registers which vector instructions do not reach.
+static __device__ inline void stay(Floats4& sums) {
+    asm volatile("" : "+a"(sums));
+}
 
 // --- copies to local memory
 
@@ -311,10 +315,20 @@ public:
         for (int i = 0; i < COUNT; ++i) offsets_[i] = place(i) + BEFORE - shift(i);
     }
     __device__ inline void begin(Words4* to) {
+        for (int i = 0; i < COUNT; ++i) begin(to, i);
+    }
+    // One of them.
+    __device__ inline void begin(Words4* to, int number) {
 #if defined(__gfx942__)
-        for (int i = 0; i < COUNT; ++i) held_[i] = from_.load_16_bytes(offsets_[i]);
+        held_[number] = from_.load_16_bytes(offsets_[number]);
 #else
-        copy<0>(to);
+        Words4* const base = to + number / 4 * 4 * WAVE;
+        switch (number % 4) {
+            case 0: return from_.template copy_16_bytes<shift(0)>(offsets_[number], base);
+            case 1: return from_.template copy_16_bytes<shift(1)>(offsets_[number], base);
+            case 2: return from_.template copy_16_bytes<shift(2)>(offsets_[number], base);
+            default: return from_.template copy_16_bytes<shift(3)>(offsets_[number], base);
+        }
 #endif
     }
     // The next time it begins so many bytes further; by `NOWHERE`, it reads nothing. Each lane has its
@@ -323,9 +337,13 @@ public:
     __device__ inline void advance(unsigned further) {
         for (unsigned& offset : offsets_) offset += further;
     }
+    __device__ inline void advance(unsigned further, int number) { offsets_[number] += further; }
     __device__ inline void put(Words4* to) {
+        for (int i = 0; i < COUNT; ++i) put(to, i);
+    }
+    __device__ inline void put(Words4* to, int number) {
 #if defined(__gfx942__)
-        for (int i = 0; i < COUNT; ++i) to[i * WAVE + lane_index()] = held_[i];
+        to[number * WAVE + lane_index()] = held_[number];
 #endif
     }
     // For all but the LATER loads that a lane began last, at most 15.
@@ -346,12 +364,6 @@ private:
     // memory, and what is added to the offset in memory is taken away before.
     static constexpr int shift(int number) { return number % 4 * WAVE * 16; }
     static constexpr int BEFORE = COUNT > 1 ? 3 * WAVE * 16 : 0;
-
-    template <int NUMBER>
-    __device__ inline void copy(Words4* to) {
-        from_.template copy_16_bytes<shift(NUMBER)>(offsets_[NUMBER], to + NUMBER / 4 * 4 * WAVE);
-        if constexpr (NUMBER + 1 < COUNT) copy<NUMBER + 1>(to);
-    }
 #endif
     Buffer from_;
     unsigned offsets_[COUNT];

@@ -53,10 +53,6 @@ static __device__ inline int column_of(unsigned j, unsigned line) {
     return TOGETHER * (16 * (j / TOGETHER) + line / 4 * 4) + 4 * (j % TOGETHER) + line % 4;
 }
 
-template <int NUMBER>
-struct Constant {
-    static constexpr int VALUE = NUMBER;
-};
 struct Sum {
     __device__ inline float operator()(float x, float y) const { return x + y; }
 };

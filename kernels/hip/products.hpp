@@ -5,6 +5,11 @@
 #pragma once
 #include "numbers.hpp"
 
+template <int NUMBER>
+struct Constant {
+    static constexpr int VALUE = NUMBER;
+};
+
 constexpr int STEP = 128, PARTS = STEP / 16;
 constexpr unsigned DICE = 8;  // of a GPU: neighboring blocks run on different ones, each with its own L2
 
@@ -61,22 +66,36 @@ public:
         const unsigned char* data, int count, int stride, int k, int wave, RowOf row_of)
         : start_(wave * COUNT * WAVE),
           copies_(data, (count - 1u) * stride + (k + 15u) / 16 * 16, [&](int i) {
-              const int lane = lane_index();
-              const int row = (wave * COUNT + i) * (WAVE / PARTS) + lane / PARTS;
-              return product_of_24_bits(row_of(row), stride) + 16 * (lane % PARTS ^ row % PARTS);
+              constexpr int EACH = WAVE / PARTS;  // rows of a copy
+              const int lane = lane_index(), first = wave * COUNT * EACH + lane / PARTS;
+              const unsigned part = 16 * (lane % PARTS ^ first % PARTS);
+              if (COUNT & (COUNT - 1))
+                  return product_of_24_bits(row_of(first + EACH * i), stride) + part;
+              // A copy sets bits of the row that no wave or lane does, and `row_of` moves bits: between
+              // two copies lies the same in all lanes.
+              return product_of_24_bits(row_of(first), stride) + part +
+                     (row_of(EACH * i) - row_of(0)) * stride;
           }) {}
     __device__ inline void begin(Words4* stage) { copies_.begin(stage + start_); }
     // To the next step. Behind the last one, it reads nothing.
     __device__ inline void advance(bool is_last = false) {
-        copies_.advance(is_last ? NOWHERE : static_cast<unsigned>(STEP));
+        copies_.advance(further(is_last));
+    }
+    // One of COUNT loads of the next step, and where the one behind it begins.
+    __device__ inline void begin(Words4* stage, int number, bool is_last) {
+        copies_.begin(stage + start_, number);
+        copies_.advance(further(is_last), number);
     }
     __device__ inline void put(Words4* stage) { copies_.put(stage + start_); }
+    __device__ inline void put(Words4* stage, int number) { copies_.put(stage + start_, number); }
     // For all but the LATER loads that a lane began last.
     template <int LATER = 0>
     __device__ inline void wait() { copies_.template wait<LATER>(); }
 
-private:
     static constexpr int COUNT = ROWS * PARTS / (WAVES * WAVE);
+
+private:
+    static __device__ inline unsigned further(bool is_last) { return is_last ? NOWHERE : STEP; }
     int start_;
     Copies<COUNT> copies_;
 };

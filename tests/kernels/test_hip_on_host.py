@@ -133,7 +133,8 @@ def program(kernel: str, gpu: str, macros: dict[str, int], where: Path) -> Path:
 
 def threads_of(kernel: str, macros: dict[str, int]) -> int:
     """Threads of a block."""
-    return 2 * BLOCK if kernel == "scaled_gemm" and macros["TILE_N"] > 128 else BLOCK
+    is_wide = kernel == "scaled_gemm" and macros["TILE_N"] > 128 and macros["SCALES"] == 1
+    return 2 * BLOCK if is_wide else BLOCK
 
 
 def launch(
@@ -438,7 +439,9 @@ BROKEN = {
     "the mask of a tail": ("const int left = count - 4 * i;", "const int left = 4;"),
     "the last row": ("copies_(data, (count - 1u) * stride", "copies_(data, count * stride"),
     "a scale": ("sums[i][j] * of_rows[i] * of_columns[j]", "sums[i][j] * of_rows[i]"),
-    "a power of two": ("of_b[j], of_a[i]);", "of_b[j], ONE_E8M0);"),
+    "a power of two": (
+        "% HELD], sums[i][j], of_b[j], of_a[i]);", "% HELD], sums[i][j], of_b[j], ONE_E8M0);"
+    ),
     "a power past k": (
         "for (int& scale : scales_of_a) scale = 32 * quarter < left ? scale : ONE_E8M0;", ""
     ),

@@ -96,6 +96,19 @@ static unsigned long ballot(bool is_so) {
 
 // --- numbers
 
+// Four bytes of eight, the lowest first: 0 to 3 are those of `low`.
+static unsigned chosen_bytes(unsigned high, unsigned low, unsigned which) {
+    const unsigned long from = static_cast<unsigned long>(high) << 32 | low;
+    unsigned word = 0;
+    for (int i = 0; i < 4; ++i) {
+        const unsigned byte = which >> 8 * i & 0xff;
+        if (byte > 7) fail("a byte that is a sign or a constant is not modeled");
+        word |= (from >> 8 * byte & 0xff) << 8 * i;
+    }
+    return word;
+}
+#define __builtin_amdgcn_perm chosen_bytes
+
 static float middle_of(float x, float low, float high) {
     if (std::isnan(x)) return std::min(low, high);
     return std::max(std::min(x, low), std::min(std::max(x, low), high));

@@ -27,13 +27,18 @@ ISSUE = 4  # cycles: 16 lanes at a time
 # Four lanes at a time, as LLVM's scheduling model for both GPUs has it.
 TRANSCENDENTAL = ("v_rcp_", "v_rsq_", "v_sqrt_", "v_exp_", "v_log_", "v_sin_", "v_cos_")
 LOCAL_RATE = 128  # bytes that local memory moves in a cycle
+# Cycles from an instruction to its result. Assumed, of the order of published measurements: main
+# memory and local memory without conflicts. Caches are faster.
+LATENCY = {"vmcnt": 700, "lgkmcnt": 128}
+KEPT = ("s_waitcnt", "s_nop")  # with operands
 FREE = ("s_waitcnt", "s_barrier", "s_nop", "s_setprio")
 
 
 class Block(NamedTuple):
     """Instructions that only run one after the other, and the numbers of blocks that may follow.
 
-    The next block comes first, then the target of a branch. Waits keep their operands.
+    The next block comes first, then the target of a branch. Waits keep their operands, and loads
+    to local memory the word `lds`.
     """
 
     instructions: list[str]
@@ -107,7 +112,8 @@ def blocks_of(text: str) -> list[Block]:
             blocks.append(Block([], []))
         elif found := INSTRUCTION.match(line):
             name, operands = found[1], found[2].strip()
-            blocks[-1].instructions.append(f"{name} {operands}" if name == "s_waitcnt" else name)
+            kept = operands if name in KEPT else "lds" if operands.endswith(" lds") else ""
+            blocks[-1].instructions.append(f"{name} {kept}".rstrip())
             if name.startswith(ENDS):
                 targets[len(blocks) - 1] = operands
                 blocks.append(Block([], []))
@@ -234,5 +240,13 @@ def local_bytes_of(instruction: str) -> float:
 
 def stored_bytes_of(instruction: str) -> int:
     """Bytes that a lane writes to memory: `global_store_dwordx4`, `buffer_store_short_d16_hi`."""
-    found = re.match(r"(?:global|buffer|flat)_store_(byte|short|dword)(?:x(\d))?", instruction)
+    return moved_bytes_of(instruction) if "_store_" in instruction else 0
+
+
+def moved_bytes_of(instruction: str) -> int:
+    """Bytes that a lane reads from memory or writes to it, but for spilled registers."""
+    found = re.match(
+        r"(?:global|buffer|flat)_(?:load_(?:lds_)?[us]?|store_)(byte|short|dword)(?:x(\d))?",
+        instruction,
+    )
     return {"byte": 1, "short": 2, "dword": 4}[found[1]] * int(found[2] or 1) if found else 0

@@ -16,7 +16,10 @@ import re
 from collections.abc import Container, Iterable
 from typing import Any, NamedTuple
 
+from tests.support.compute_unit import busy_share
 from tests.support.machine_code import (
+    LATENCY,
+    SIMDS,
     Block,
     blocks_of,
     cycles,
@@ -30,10 +33,8 @@ from tests.support.machine_code import (
 
 PAIR_TO_FP8 = ("v_cvt_pk_fp8_f32", "v_cvt_scalef32_pk_fp8_f32")
 DEPTHS = (256, 1024, 4096)  # k for which whole kernels are counted
+SIMULATED = 1024  # k, for which waves of a compute unit run at once
 KINDS = {"v_mfma_": "matrix", "v_": "vector", "s_": "scalar", "ds_": "local"}  # else memory
-# Cycles from an instruction to its result. Assumed, of the order of published measurements: main
-# memory and local memory without conflicts. Caches are faster.
-LATENCY = {"vmcnt": 700, "lgkmcnt": 128}
 
 
 def whole_kernel(
@@ -58,6 +59,24 @@ def whole_kernel(
         ValueError: No number of turns of the loop executes so many products, or no way converts
             and stores so much.
     """
+    return _count(way_of(text, products, stored, converted), occupancy)
+
+
+class Way(NamedTuple):
+    """Instructions before the loop, in each of its turns, and behind it."""
+
+    before: list[str]
+    turn: list[str]
+    turns: int
+    behind: list[str]
+
+    def executed(self) -> list[str]:
+        """As they run."""
+        return self.before + self.turn * self.turns + self.behind
+
+
+def way_of(text: str, products: int, stored: int = 0, converted: int = 0) -> Way:
+    """Which instructions a wave executes, with arguments and errors as of `whole_kernel`."""
     blocks = blocks_of(text)
     loop = main_loop_blocks(blocks)
     if loop is None:
@@ -71,7 +90,7 @@ def whole_kernel(
     turns, more = divmod(products - once, each)
     if more or turns < 0:
         raise ValueError(f"turns of {each} products and {once} outside do not make {products}")
-    return _count(before, turn, turns, behind, occupancy)
+    return Way(before, turn, turns, behind)
 
 
 def at_depths(
@@ -89,11 +108,10 @@ def at_depths(
     (instruction,) = set(matrices(main_loop(blocks_of(text)) or []))
     m, n, k, _ = matrix_shape(instruction)
     each = tile[0] * tile[1] // (m * n * waves)  # for k of the instruction
-    counted = {
-        f"k={depth}": whole_kernel(text, depth // k * each, occupancy, **outputs)
-        for depth in DEPTHS
-    }
-    return {"tile": list(tile), "waves": waves, "whole": counted}
+    ways = {depth: way_of(text, depth // k * each, **outputs) for depth in DEPTHS}
+    busy = busy_share([ways[SIMULATED].executed()] * waves, max(1, occupancy * SIMDS // waves))
+    counted = {f"k={depth}": _count(way, occupancy) for depth, way in ways.items()}
+    return {"tile": list(tile), "waves": waves, "whole": counted, f"busy_k{SIMULATED}": busy}
 
 
 def _executed(blocks: list[Block], path: Iterable[int]) -> list[str]:
@@ -141,14 +159,12 @@ class Issued(NamedTuple):
     latency: int
 
 
-def _count(
-    before: list[str], turn: list[str], turns: int, behind: list[str], occupancy: int
-) -> dict[str, Any]:
+def _count(way: Way, occupancy: int) -> dict[str, Any]:
     counted = dict.fromkeys(("matrix", "vector", "scalar", "local", "memory"), 0.0)
     waits = {"outside": 0.0, "loop": 0.0}
     pending: dict[str, list[Issued]] = {counter: [] for counter in LATENCY}
     now = 0.0
-    parts = [("outside", before), *[("loop", turn)] * turns, ("outside", behind)]
+    parts = [("outside", way.before), *[("loop", way.turn)] * way.turns, ("outside", way.behind)]
     for where, instruction in ((where, each) for where, part in parts for each in part):
         for counter, left in re.findall(r"(vmcnt|lgkmcnt)\((\d+)\)", instruction):
             queue = pending[counter]

@@ -60,15 +60,16 @@ def test_whole_kernels_are_counted_where_they_multiply_fp8() -> None:
         shares = [row[f"share_k{k}"] for k in (256, 1024, 4096)]
         multiplies = row["kernel"].partition(".")[2].startswith(PRODUCTS)
         if not multiplies or row["kernel"].endswith("bf16"):
-            assert shares == [None] * 3, row
+            assert [*shares, row["busy_k1024"]] == [None] * 4, row
             continue
         assert 0 < shares[0] < shares[1] < shares[2] < row["mfma_share"], row
+        assert 0 < row["busy_k1024"] < 1, row
         assert row["matrix_k4096"] == 4 * row["matrix_k1024"] == 16 * row["matrix_k256"], row
 
 
 @pytest.mark.parametrize(
     ("architecture", "tile", "least"),
-    [("gfx942", 128, 0.62), ("gfx942", 256, 0.69), ("gfx950", 256, 0.65)],
+    [("gfx942", 128, 0.63), ("gfx942", 256, 0.71), ("gfx950", 256, 0.67)],
 )
 def test_most_cycles_of_the_largest_tile_multiply(
     architecture: str, tile: int, least: float
@@ -81,6 +82,17 @@ def test_most_cycles_of_the_largest_tile_multiply(
         and row["variant"] == f"TILE_M={tile} TILE_N={tile} SCALES=0"
     ]
     assert row["share_k1024"] >= least and row["loop_waits_k1024"] == 0
+
+
+@pytest.mark.parametrize("architecture", ["gfx942", "gfx950"])
+def test_hip_keeps_matrix_cores_busier_than_triton(architecture: str) -> None:
+    """In the best tile of each, simulated: the order in which `dispatch` takes them by counts."""
+    busy = {"hip": 0.0, "triton": 0.0}
+    for row in resources.resource_rows():
+        language, _, name = row["kernel"].partition(".")
+        if name == "scaled_gemm_row" and row["architecture"] == architecture:
+            busy[language] = max(busy[language], row["busy_k1024"])
+    assert busy["hip"] > 1.4 * busy["triton"] > 0
 
 
 @pytest.mark.parametrize("architecture", ["gfx942", "gfx950"])
@@ -103,6 +115,7 @@ def test_products_take_two_fifths_of_norms_of_256_columns(architecture: str) -> 
     [("gfx942", "scaled_gemm_block", "TILE_M=128 TILE_N=128", 0.53),
      ("gfx942", "scaled_gemm_block", "TILE_M=256 TILE_N=256", 0.60),
      ("gfx950", "scaled_gemm_block", "TILE_M=256 TILE_N=256", 0.50),
+     ("gfx950", "scaled_gemm_mx", "TILE_M=256 TILE_N=256", 0.66),
      ("gfx942", "gemm_norm_block", "TILE_N=256", 0.53),
      ("gfx950", "gemm_norm_block", "TILE_N=256", 0.41),
      ("gfx950", "gemm_norm_row", "TILE_N=64", 0.24)],
