@@ -109,6 +109,12 @@ def halves_of(d: int) -> tuple[int, int] | None:
     return (wide, narrow) if wide and wide & wide - 1 == 0 and narrow >= 16 else None
 
 
+def _readable(x: Tensor) -> Tensor:
+    """As the kernel reads it: by rows, at offsets within a sample of less than 2^31."""
+    is_near = x.shape[1] * x.stride(1) < 2**31
+    return x if x.stride(-1) == 1 and is_near else x.contiguous()
+
+
 def summed_norm(
     parts: Sequence[Tensor], addend: Tensor | None, column: Tensor | None, token: Tensor | None,
     eps: float,
@@ -125,6 +131,9 @@ def summed_norm(
             f"summed_norm: {len(parts)} parts of {d} columns; expected at most {MOST_PARTS} parts, "
             "and a sum of two powers of two from 16 on"
         )
+    parts = [_readable(part) for part in parts]
+    addend = None if addend is None else _readable(addend)
+    token = None if token is None else _readable(token)
     first = parts[0]
     counts = [part.shape[1] for part in parts] + [0] * (MOST_PARTS - len(parts))
     out = first.new_empty((batch, sum(counts), d))

@@ -142,7 +142,7 @@ def _is_multiplied(node: fx.Node, module: nn.Module) -> bool:
         is_view = user.op == "call_method" and user.target in _VIEWS and user.args[0] is node
         if is_view and _is_multiplied(user, module):
             return True
-        if user.op == "call_module":
+        if user.op == "call_module" and user.args and user.args[0] is node:
             reader = module.get_submodule(str(user.target))
             if isinstance(reader, nn.Linear) or _begins_with_product(reader):
                 return True
@@ -150,7 +150,7 @@ def _is_multiplied(node: fx.Node, module: nn.Module) -> bool:
 
 
 def _begins_with_product(module: nn.Module) -> bool:
-    """Whether a linear layer of a module reads its input, as it is or as a view."""
+    """Whether a linear layer of a module reads its first input, as it is or as a view."""
     if isinstance(module, nn.Sequential):
         first = next(iter(module), None)
         return isinstance(first, nn.Linear) or (first is not None and _begins_with_product(first))
@@ -160,7 +160,8 @@ def _begins_with_product(module: nn.Module) -> bool:
         graph = graph_of(module)
     except UnsupportedError:
         return False
-    return any(_is_multiplied(node, module) for node in graph.nodes if node.op == "placeholder")
+    given = next((node for node in graph.nodes if node.op == "placeholder"), None)
+    return given is not None and _is_multiplied(given, module)
 
 
 def _why_not(layer: nn.Module) -> str:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, fx
 
 aten = torch.ops.aten
-VIEWS = frozenset({aten.view.default, aten.reshape.default, aten.expand.default})
+RESHAPES = frozenset({aten.view.default, aten.reshape.default})
+VIEWS = RESHAPES | {aten.expand.default}
 
 
 def value(x: Any) -> Tensor | None:

@@ -1,14 +1,14 @@
 """What a converted model's graph is given before Inductor generates its code.
 
-The passes change a graph that has a product of `lokakern.convert` in it, and no other: they save
-memory traffic around such products, which Inductor does not see. They run after Inductor's own
-passes, behind a pass of the user's, if there is one. Without Inductor's interface for passes,
-products are right, but nothing is saved.
+The passes change a graph of inference that has a product of `lokakern.convert` in it, and no other:
+they save memory traffic around such products, which Inductor does not see. They run after
+Inductor's own passes, behind those of the user that were set before. What is compiled for programs
+without Python stays as it is. Without Inductor's interface for passes, products are right, but
+nothing is saved.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,18 @@ from torch import fx
 from lokakern.nn.concatenated_tokens import multiply_parts, write_terms
 from lokakern.nn.summed_norm import norm_sums
 
+try:
+    from torch._inductor import config, custom_graph_pass
+    from torch._inductor.virtualized import V
+except ImportError:
+    config = custom_graph_pass = V = None  # type: ignore[assignment]
+
 PASSES: tuple[Callable[[fx.Graph], None], ...] = (multiply_parts, norm_sums, write_terms)
 PRODUCTS = ("routed_gemm", "activated_gemm", "routed_chain")
 _FILES = ("graph_passes.py", "concatenated_tokens.py", "summed_norm.py", "graph_edit.py")
+# A pass of this class is told whether a graph is of inference; earlier torch has none.
+_TOLD: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", None)
+_BASE: Any = _TOLD or getattr(custom_graph_pass, "CustomGraphPass", object)
 
 
 def is_converted(graph: fx.Graph) -> bool:
@@ -37,38 +46,33 @@ def run_passes(graph: fx.Graph) -> None:
             run(graph)
 
 
-@functools.cache
-def install_passes() -> None:
-    """Let Inductor run the passes; once, when a compiler first traces a product."""
-    try:
-        from torch._inductor import config
-        from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-    except ImportError:
-        return
-    if not hasattr(config, "post_grad_custom_post_pass"):
-        return
-    before: Any = config.post_grad_custom_post_pass
-    files = tuple(str(Path(__file__).with_name(name)) for name in _FILES)
+class Passes(_BASE):  # type: ignore[misc]
+    """Those of the user, then ours."""
 
-    class Passes(CustomGraphPass):
-        """Those of the user, then ours."""
+    def __init__(self, before: Any) -> None:
+        several = isinstance(before, list | tuple)
+        self.before = tuple(before) if several else () if before is None else (before,)
 
-        def __call__(self, graph: fx.Graph) -> None:
-            for run in _each(before):
-                run(graph)
+    def __call__(self, graph: fx.Graph, is_inference: bool = True) -> None:
+        """Change a graph."""
+        for run in self.before:
+            is_told = _TOLD is not None and isinstance(run, _TOLD)
+            _ = run(graph, is_inference) if is_told else run(graph)
+        for_python = not config.cpp_wrapper and getattr(V, "aot_compilation", False) is not True
+        if is_inference and for_python:
             run_passes(graph)
 
-        def uuid(self) -> Any:
-            """Of the sources, and of the user's passes; None, which caches nothing, without one."""
-            theirs = []
-            for run in _each(before):
-                theirs.append(run.uuid() if isinstance(run, CustomGraphPass) else None)
-            return None if None in theirs else (get_hash_for_files(files), *theirs)
+    def uuid(self) -> Any:
+        """Of the sources, and of the user's passes; None, which caches nothing, without one."""
+        theirs = [run.uuid() if hasattr(run, "uuid") else None for run in self.before]
+        files = tuple(str(Path(__file__).with_name(name)) for name in _FILES)
+        if None in theirs:
+            return None
+        return custom_graph_pass.get_hash_for_files(files), *theirs
 
-    config.post_grad_custom_post_pass = Passes()
 
-
-def _each(passes: Any) -> tuple[Any, ...]:
-    if passes is None:
-        return ()
-    return tuple(passes) if isinstance(passes, list | tuple) else (passes,)
+def install_passes() -> None:
+    """Let Inductor run the passes, from the next graph on that this thread compiles."""
+    before = getattr(config, "post_grad_custom_post_pass", config)  # None without Inductor
+    if before is not config and not isinstance(before, Passes):
+        config.post_grad_custom_post_pass = Passes(before)

@@ -32,7 +32,6 @@ from lokakern.nn import bias_gradient as _bias_gradient  # noqa: F401  # defines
 from lokakern.nn import norm_gradient as _norm_gradient  # noqa: F401  # defines its op
 from lokakern.nn import routed_chain as _  # noqa: F401  # defines its op
 from lokakern.nn import routed_matmul
-from lokakern.nn.graph_passes import install_passes
 from lokakern.types import GROUP, Granularity
 
 
@@ -57,7 +56,6 @@ def fuse_quantizers() -> None:
 
         return lowered
 
-    install_passes()
     call = called("routed_gemm")
     quantize_op = torch.ops.lokakern.quantize_weight.default
     call_quantize = fallback_handler(quantize_op, False)  # type: ignore[no-untyped-call]

@@ -474,9 +474,10 @@ def multiply_rows(
 
 def fuse_quantizers() -> str:
     """See `lokakern.nn.inductor`, which is imported when a compiler first traces a product: 2 s."""
-    from lokakern.nn import inductor
+    from lokakern.nn import graph_passes, inductor
 
     inductor.fuse_quantizers()
+    graph_passes.install_passes()
     return ""
 
 

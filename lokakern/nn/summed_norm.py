@@ -19,7 +19,15 @@ import torch
 from torch import Tensor, fx
 
 from lokakern.nn.concatenated_tokens import PLUS_OUTER
-from lokakern.nn.graph_edit import VIEWS, add, bytes_of, readers, replace, value
+from lokakern.nn.graph_edit import (
+    RESHAPES,
+    VIEWS,
+    add,
+    bytes_of,
+    readers,
+    replace,
+    value,
+)
 from lokakern.nn.token_mixing import has_triton
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -138,6 +146,8 @@ def _norm_of(mean: fx.Node) -> _Norm | None:
     eps, x = shifted.args[1], wide.args[0]
     if wide.target is not prims.convert_element_type.default or not isinstance(eps, float):
         return None
+    if shifted.kwargs or scaled.kwargs:
+        return None
     terms = _terms_of(x, of.shape[-1], wide)
     dtype = x.meta["val"].dtype
     if terms is None or out.meta["val"].dtype is not dtype or of.dtype is not torch.float32:
@@ -159,7 +169,7 @@ def _terms_of(x: fx.Node, d: int, reader: fx.Node) -> _Terms | None:
 
     None where that is anything else, or too little, or of a device without the kernel.
     """
-    while x.target in VIEWS and len(x.users) == 1 and isinstance(x.args[0], fx.Node):
+    while x.target in RESHAPES and len(x.users) == 1 and isinstance(x.args[0], fx.Node):
         x, reader = x.args[0], x
     of = value(x)
     if of is None or of.dim() != 3 or of.shape[-1] != d or set(x.users) != {reader}:

@@ -21,6 +21,7 @@ from lokakern.types import (
     Format,
     Granularity,
     Problem,
+    norm_form,
 )
 
 if TYPE_CHECKING:
@@ -472,8 +473,10 @@ def errors_or_reason(kernel: KernelRow, problem: Problem, evidence: Evidence) ->
         if isinstance(heard, Bounds) and heard.errors["row_err"] > found.errors["row_err"]:
             words = f"row_err {heard.errors['row_err']:.4g} on {heard.worst_distribution}"
             found = replace(found, set_aside=words)
-    is_product = stored.op == "gemm_norm" and stored.epilogue == "none"
-    if isinstance(found, str) and is_product and stored.out_format is Format.BFLOAT16:
+    is_cross = problem.op == "gemm_norm" and norm_form(problem.epilogue).last == "cross"
+    is_product = is_cross and stored.epilogue == "none"
+    is_known = not isinstance(found, str) or is_tried(kernel, asked, evidence)
+    if is_product and not is_known and stored.out_format is Format.BFLOAT16:
         alone = errors_or_reason(kernel, replace(stored, op="gemm"), evidence)
         found = found if isinstance(alone, str) else alone
     memory[place] = found

@@ -538,12 +538,14 @@ def test_random_calls_are_correct_on_every_kernel_here(
         for y in found
     )
     largest = first.abs().amax() + 1e-6
+    terms = exact[0].double().abs() @ exact[1].double().abs()
     if name == "none":  # terms of few sums may cancel, the roundings of operands do not
-        terms = exact[0].double().abs() @ exact[1].double().abs()
         largest = max(largest, 0.2 * terms.amax())
     spread = exact[0].double() @ exact[1].double()
     if name == "layer" and float(spread.var(1, correction=0).min()) < 1e-2:
         return  # rows that hardly vary: rounding the sums is most of what is left
+    if name == "rms" and bool((spread.norm(dim=1) < 0.05 * terms.norm(dim=1)).any()):
+        return  # rows whose sums cancel, such as their only one: the same
     for other in others:
         assert float((other - first).abs().max() / largest) <= (
             0.06 if granularity is None else 0.2
