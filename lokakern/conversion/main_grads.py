@@ -18,7 +18,10 @@ from lokakern.errors import UnsupportedError
 from lokakern.nn.linear import Linear
 from lokakern.nn.raw_product import RawProduct
 
-_WHY_NOT = "its weight is not trained, or is not multiplied as it is (padded, fused, across tokens)"
+_WHY_NOT = (
+    "its weight is not trained, has hooks of gradients, or is not multiplied as it is (padded, "
+    "fused, across tokens)"
+)
 _OF_OTHERS = "it is a parameter of a module that is no nn.Linear"
 
 
@@ -62,6 +65,7 @@ class MainGrads:
             if not (isinstance(layer, Linear) and layer.adds_gradient)
         }
 
+    @torch.no_grad()
     def reduce(self, group: Any = None) -> None:
         """Average main gradients over ranks, in float32; after the last backward pass of a step.
 
@@ -81,19 +85,23 @@ class MainGrads:
             done.wait()
         torch._foreach_div_(gradients, float(dist.get_world_size(group)))
 
+    @torch.no_grad()
     def hand_over(self) -> None:
         """Set ``weight.grad``: of float32 weights to the main gradient itself, else rounded once.
 
-        An optimizer with float32 copies of bfloat16 weights reads ``weight.main_grad`` instead.
+        Weights that are not trained any more have none. An optimizer with float32 copies of
+        bfloat16 weights reads ``weight.main_grad`` instead.
 
         Raises:
             UnsupportedError: They were handed over already, and not set to zero since.
         """
         gradients = self._gathered("hand_over")
         for weight, gradient in zip(self.weights.values(), gradients, strict=True):
-            weight.grad = gradient.to(weight.dtype)
+            if weight.requires_grad:
+                weight.grad = _handed_over(gradient, weight.dtype)
         self._is_handed_over = True
 
+    @torch.no_grad()
     def zero(self) -> None:
         """Set main gradients to zero, and ``weight.grad`` to None, for the next step."""
         for weight in self.weights.values():
@@ -156,8 +164,10 @@ class MainGrads:
         found = []
         for weight in self.weights.values():
             gradient = _main_grad_of(weight)
-            if weight.grad is not None:
-                gradient.add_(weight.grad)
+            given = weight.grad
+            # Another conversion of the same weight may have handed it over.
+            if given is not None and given is not getattr(gradient, "rounded", gradient):
+                gradient.add_(given.detach())
                 weight.grad = None
             found.append(gradient)
         return found
@@ -167,3 +177,11 @@ def _main_grad_of(weight: nn.Parameter) -> Tensor:
     found: Any = weight
     gradient: Tensor = found.main_grad
     return gradient
+
+
+def _handed_over(gradient: Any, dtype: torch.dtype) -> Tensor:
+    """A main gradient in the dtype of its weight, which it keeps if it is another tensor."""
+    found: Tensor = gradient.to(dtype)
+    if found is not gradient:
+        gradient.rounded = found
+    return found

@@ -99,6 +99,10 @@ def _main_grad_of(weight: Tensor) -> Tensor:
     return found
 
 
+def _has_hooks(weight: Tensor) -> bool:
+    return bool(weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None))
+
+
 def _is_sharded(weight: Tensor) -> bool:
     return hasattr(weight, "device_mesh")  # which a compiler also knows
 
@@ -829,11 +833,15 @@ class Linear(nn.Linear, Routed):
     def add_gradient(self, is_wanted: bool) -> None:
         """Add gradients of the weight to its ``main_grad``, zeros at first, from now on, or not.
 
-        A weight that is not multiplied as it is, or that is not trained, keeps its gradients.
+        A weight that is not multiplied as it is, that is not trained, or whose gradient hooks wait
+        for, keeps its gradients.
         """
-        weight: Any = self._parameters["weight"]
+        weight: Any = self._parameters.get("weight")  # none where it is computed
         fits = type(weight) is Parameter and weight.requires_grad and self._has_parameter
-        fits = fits and not self.is_mixing
+        fits = fits and not self.is_mixing and not _has_hooks(weight)
+        kept = getattr(weight, "main_grad", None)
+        if fits and is_wanted and not self.adds_gradient and isinstance(kept, Tensor):
+            kept.detach().zero_()  # such as that of a file of the model
         if self.adds_gradient and hasattr(weight, "main_grad") and not (fits and is_wanted):
             del weight.main_grad
         self.adds_gradient = fits and is_wanted
@@ -844,9 +852,11 @@ class Linear(nn.Linear, Routed):
 
     def _renew_main_grad(self) -> None:
         """Make a ``main_grad`` for a weight that has none, such as after a move or a load."""
-        weight: Any = self._parameters["weight"]
+        weight: Any = self._parameters.get("weight")
+        if not self.adds_gradient or weight is None:
+            return
         found = getattr(weight, "main_grad", None)
-        if self.adds_gradient and (found is None or found.device != weight.device):
+        if found is None or found.device != weight.device:
             weight.main_grad = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
 
     def _keep_gathering(self) -> None:

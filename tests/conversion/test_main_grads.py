@@ -282,6 +282,74 @@ def test_tied_layers_share_one_sum() -> None:
 # --- the life of a conversion
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_two_handles_hand_a_shared_sum_over_once(dtype: torch.dtype) -> None:
+    model, other = model_of(dtype), model_of(dtype)
+    other[0].weight = model[0].weight
+    handles = [lokakern.convert(x, kernels="bf16", main_grads=True) for x in (model, other)]
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.float32):
+        passed(model, 2)
+    total = main_grad(model[0]).clone()
+    for handle in handles:
+        handle.main_grads.hand_over()
+    assert torch.equal(model[0].weight.grad, total.to(dtype))
+    assert torch.equal(main_grad(model[0]), total)
+    for handle in handles:
+        handle.main_grads.zero()
+    assert not main_grad(model[0]).any() and model[0].weight.grad is None
+
+
+def test_gradients_of_gradients_leave_no_graph_behind() -> None:
+    model, handle = converted("bf16")
+    for _ in range(2):
+        model(batch(0)).float().square().sum().backward(create_graph=True)
+        handle.main_grads.hand_over()
+        handle.main_grads.zero()
+        assert not main_grad(model[0]).requires_grad
+    passed(model, 2)
+
+
+def test_weights_with_hooks_or_computed_ones_keep_their_gradients() -> None:
+    model = model_of()
+    seen: list[Any] = []
+    model[0].weight.register_hook(seen.append)
+    model[2].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
+    handle = lokakern.convert(model, kernels="bf16", main_grads=True)
+    assert set(handle.main_grads.left) == {"0", "2"} and not handle.main_grads.weights
+    passed(model, 1)
+    assert len(seen) == 2 and all(isinstance(x, Tensor) for x in seen)
+    for main_grads in (False, True):
+        model = model_of()
+        lokakern.convert(model, kernels="bf16", main_grads=main_grads)
+        torch.nn.utils.parametrizations.weight_norm(model[0])
+        model.float().bfloat16()
+        model.load_state_dict(model.state_dict())
+        if main_grads:
+            with pytest.raises(UnsupportedError, match="convert the model again"):
+                model(batch(0))
+        else:
+            model(batch(0)).sum().backward()
+
+
+def test_a_frozen_weight_has_no_gradient() -> None:
+    model, handle = converted("bf16")
+    model[0].weight.requires_grad_(False)
+    passed(model, 1)
+    handle.main_grads.hand_over()
+    assert model[0].weight.grad is None and model[2].weight.grad is not None
+
+
+def test_a_sum_in_a_file_is_not_added_to() -> None:
+    model, _ = converted("bf16")
+    passed(model, 1)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    again = torch.load(file, weights_only=False)
+    lokakern.convert(again, kernels="bf16", main_grads=True)
+    assert not main_grad(again[0]).any()
+
+
 def test_undo_and_a_newer_conversion_restore_ordinary_gradients() -> None:
     model, handle = converted()
     newer = lokakern.convert(model, None)
