@@ -20,6 +20,7 @@ from lokakern.conversion.convert import Conversion
 from lokakern.distributed.fsdp2_gather import Gathering
 from lokakern.errors import FormatError, ShapeError, UnknownNameError, UnsupportedError
 from lokakern.types import Granularity
+from tests.support.routed_layers import passed, same
 from tests.support.two_ranks import results_of_two_ranks
 
 SEEDS = (0,)
@@ -43,20 +44,6 @@ def model_of(**options: Any) -> tuple[nn.Sequential, Conversion]:
     model = nn.Sequential(nn.Linear(K, N), nn.ReLU(), nn.Linear(N, 32)).bfloat16()
     options = {"kernels": "tensor", "scaling": "delayed", **options}
     return model, lokakern.convert(model, **options)
-
-
-def passed(call: nn.Module, x: Tensor, gradient: Tensor) -> list[Tensor]:
-    """The output and the gradients of input and parameters."""
-    x = x.clone().requires_grad_()
-    y = call(x)
-    y.backward(gradient)
-    found = [y.detach(), x.grad, *(p.grad for p in call.parameters())]
-    call.zero_grad()
-    return [f for f in found if f is not None]
-
-
-def same(found: list[Tensor], expected: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def scales_of(handle: Conversion, site: str = "") -> list[float]:
