@@ -57,7 +57,7 @@ from lokakern.device import current_device
 from lokakern.errors import FormatError, UnknownNameError, UnsupportedError
 from lokakern.mods.pad import Pad
 from lokakern.nn.adoption import Chosen, adopt, apply_choice, remove_choice
-from lokakern.nn.compiled_form import DOT, SUMS, form_of
+from lokakern.nn.compiled_form import DOT, LAYER_FORMS, LOGIT, SUMS, form_of
 from lokakern.nn.crossed_forward import (
     children_of,
     crossed_of,
@@ -571,8 +571,10 @@ class Conversion:
             return ""
         form = module.joined if isinstance(module, LinearNormAct) else ""
         form = form or form_of(module)
-        if self._inference and form != DOT:
-            return ""
+        if self._inference:
+            if form != DOT:
+                return ""
+            form = DOT if self._wanted is None else LOGIT
         is_timed = form and dispatcher.snapshot().is_timed(
             GRADIENT_KERNEL, self._device_for(module.weight)
         )
@@ -684,13 +686,13 @@ class Conversion:
     @property
     def joined(self) -> dict[str, str]:
         """Names of sites with what is behind them whose gradients one op computes, as text."""
-        alone = {name: form for name, form in self._forms_at().items() if form not in (DOT, SUMS)}
+        alone = {name: form for name, form in self._forms_at().items() if form not in LAYER_FORMS}
         return self._between_sites("joined") | alone
 
     @property
     def forms(self) -> dict[str, str]:
         """Names of sites with a form in compiled code, see `lokakern.nn.compiled_form`."""
-        return {name: form for name, form in self._forms_at().items() if form in (DOT, SUMS)}
+        return {name: form for name, form in self._forms_at().items() if form in LAYER_FORMS}
 
     def _forms_at(self) -> dict[str, str]:
         """The forms of sites by name, those of a `LinearNormAct` with joined gradients, too."""
@@ -1126,7 +1128,7 @@ class Conversion:
                 f"compiled training: {GRADIENT_KERNEL} computes gradients of biases and of what is "
                 f"behind {', '.join(_joined_words(*x) for x in self.joined.items())}"
             )
-        if dots := [name for name, form in self.forms.items() if form == DOT]:
+        if dots := [name for name, form in self.forms.items() if form != SUMS]:
             notes.append(f"compiled code: sums over products of elements in {', '.join(dots)}")
         if SUMS in self.forms.values():
             notes.append(

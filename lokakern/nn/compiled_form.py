@@ -6,6 +6,9 @@ output at 8192 x 128, 9.2 for the gradient of the weight and 4.0 for that of the
 each. A compiler computes the output in the kernel that computes the input, and the gradient of the
 input in the kernel that reads it.
 
+`LOGIT`, in inference of a model that was converted for a budget: the same by an op, by which passes
+over graphs (`lokakern.nn.graph_passes`) know such a model, even if nothing of it runs in FP8.
+
 `SUMS`, in training: the gradient of the bias by an op of its own, `lokakern.nn.bias_gradient`,
 where the kernel of the compiler that would compute it does not read along the rows of memory.
 
@@ -24,13 +27,15 @@ from torch.nn import Parameter
 
 from lokakern.nn.autocast import CAST, is_in_bfloat16
 from lokakern.nn.bias_gradient import AddedBias
+from lokakern.nn.logit import dot
 from lokakern.nn.norm_gradient import CHUNK, is_fast, takes
 from lokakern.nn.routed_matmul import is_constant, quantizes_at, traced_route
 
 if TYPE_CHECKING:
     from lokakern.nn.linear import Linear
 
-DOT, SUMS = "dot", "sums"
+DOT, LOGIT, SUMS = "dot", "logit", "sums"
+LAYER_FORMS = (DOT, LOGIT, SUMS)
 
 
 def form_of(layer: Linear) -> str:
@@ -52,7 +57,7 @@ def form_at(
     quantizer sums what it reads.
 
     Args:
-        form: `DOT` or `SUMS`.
+        form: `DOT`, `LOGIT` or `SUMS`.
         plan: Of the layer, see `Routed.changed`.
         m: Rows of the input; -1 if they are dynamic.
         columns: n.
@@ -64,8 +69,15 @@ def form_at(
         return ""
     if torch._C._are_functorch_transforms_active() or is_exporting():
         return ""
-    if form == DOT:  # timed on the same GPUs
-        return form if not plan and columns == 1 and is_fast(CHUNK, device) else ""
+    if form in (DOT, LOGIT):  # timed on the same GPUs
+        is_taken = not plan and columns == 1 and is_fast(CHUNK, device)
+        if is_taken and form == LOGIT:
+            from lokakern.nn.graph_passes import install_passes
+            from lokakern.nn.inductor import fuse_quantizers
+
+            fuse_quantizers()
+            install_passes()
+        return form if is_taken else ""
     flags, _, _, *gradients = plan.split("\0") if plan else ("", "", "")
     routes = tuple(map(traced_route, gradients))
     if flags or (any(routes) if m < 0 else quantizes_at(routes, m)):
@@ -89,7 +101,8 @@ def multiply_in_form(layer: Linear, x: Tensor, input_scale: str) -> Tensor | Non
         input_scale: See `Linear.forward`.
     """
     weight, bias = layer.weight, layer.bias
-    form = DOT if layer.form == DOT else SUMS
+    form = layer.form if layer.form in (DOT, LOGIT) else SUMS
+    form = DOT if form == LOGIT and is_grad_enabled() else form
     if type(x) is not Tensor or x.is_meta or x.is_nested or x.dim() < 2:
         return None
     if type(weight) is not Parameter or not x.shape[-1] or x.shape[-1] != weight.shape[1]:
@@ -106,16 +119,13 @@ def multiply_in_form(layer: Linear, x: Tensor, input_scale: str) -> Tensor | Non
     given = form, layer._plan, m, n, x.dtype, weight.dtype, x.device.type
     if not form_at(*given):
         return None
+    if form == LOGIT:
+        y: Tensor = torch.ops.lokakern.logit(x, weight, bias)
+        return y
     if form == DOT:
-        wide = (_rounded(x) * _rounded(weight)).sum(-1, keepdim=True)
-        return (wide if bias is None else wide + _rounded(bias)).bfloat16()
+        return dot(x, weight, bias)
     assert bias is not None
     y = layer.forward_with(x, bias.detach(), input_scale)
     rows = y if y.dim() == 2 else y.reshape(-1, y.shape[-1])
     z: Tensor = AddedBias.apply(rows, bias)  # type: ignore[no-untyped-call]
     return z if y.dim() == 2 else z.view(y.shape)
-
-
-def _rounded(x: Tensor) -> Tensor:
-    """X as a product reads it, in float32."""
-    return x.bfloat16().float()

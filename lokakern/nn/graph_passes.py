@@ -1,10 +1,10 @@
 """What a converted model's graph is given before Inductor generates its code.
 
-The passes change a graph of inference that has a product of `lokakern.convert` in it, and no other:
-they save memory traffic around such products, which Inductor does not see. They run after
-Inductor's own passes, behind those of the user that were set before. What is compiled for programs
-without Python stays as it is. Without Inductor's interface for passes, products are right, but
-nothing is saved.
+The passes change a graph that has an op of `lokakern.convert` in it, and no other: they save memory
+traffic that Inductor does not see. They run after Inductor's own passes, behind those of the user
+that were set before. `PASSES` are for inference, with ops of this library, so that what is compiled
+for programs without Python stays as it is; `EXACT_PASSES` change no bit, and no graph is without
+them. Without Inductor's interface for passes, results are right, but nothing is saved.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ import torch
 from torch import fx
 
 from lokakern.nn.concatenated_tokens import multiply_parts, write_terms
+from lokakern.nn.flat_sums import IS_NEEDED, sum_to_vectors
+from lokakern.nn.normalized_blocks import keep_blocks
+from lokakern.nn.short_attention import attend_at_once
 from lokakern.nn.summed_norm import norm_sums
 
 try:
@@ -25,24 +28,35 @@ try:
 except ImportError:
     config = custom_graph_pass = V = None  # type: ignore[assignment]
 
-PASSES: tuple[Callable[[fx.Graph], None], ...] = (multiply_parts, norm_sums, write_terms)
-PRODUCTS = ("routed_gemm", "activated_gemm", "routed_chain")
-_FILES = ("graph_passes.py", "concatenated_tokens.py", "summed_norm.py", "graph_edit.py")
+PASSES: tuple[Callable[[fx.Graph], None], ...] = (
+    multiply_parts, norm_sums, write_terms, attend_at_once,
+)  # fmt: skip
+EXACT_PASSES: tuple[Callable[[fx.Graph], None], ...] = (
+    keep_blocks, *([sum_to_vectors] if IS_NEEDED else []),
+)  # fmt: skip
+OPS = (
+    "routed_gemm", "activated_gemm", "routed_chain", "weight_gradient", "norm_gradient",
+    "bias_gradient", "logit",
+)  # fmt: skip
+_FILES = (
+    "graph_passes.py", "concatenated_tokens.py", "summed_norm.py", "normalized_blocks.py",
+    "short_attention.py", "flat_sums.py", "graph_edit.py",
+)  # fmt: skip
 # A pass of this class is told whether a graph is of inference; earlier torch has none.
 _TOLD: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", None)
 _BASE: Any = _TOLD or getattr(custom_graph_pass, "CustomGraphPass", object)
 
 
 def is_converted(graph: fx.Graph) -> bool:
-    """Whether a graph has a product by the kernels of `lokakern.convert`."""
-    products = {getattr(torch.ops.lokakern, name).default for name in PRODUCTS}
-    return any(node.target in products for node in graph.nodes)
+    """Whether a graph has an op of `lokakern.convert`."""
+    ops = {getattr(torch.ops.lokakern, name).default for name in OPS}
+    return any(node.target in ops for node in graph.nodes)
 
 
-def run_passes(graph: fx.Graph) -> None:
-    """Apply all passes to the graph of a converted model."""
+def run_passes(graph: fx.Graph, *, is_exact: bool) -> None:
+    """Apply the passes to the graph of a converted model; if ``is_exact``, those in any graph."""
     if is_converted(graph):
-        for run in PASSES:
+        for run in EXACT_PASSES if is_exact else (*PASSES, *EXACT_PASSES):
             run(graph)
 
 
@@ -59,8 +73,7 @@ class Passes(_BASE):  # type: ignore[misc]
             is_told = _TOLD is not None and isinstance(run, _TOLD)
             _ = run(graph, is_inference) if is_told else run(graph)
         for_python = not config.cpp_wrapper and getattr(V, "aot_compilation", False) is not True
-        if is_inference and for_python:
-            run_passes(graph)
+        run_passes(graph, is_exact=not (is_inference and for_python))
 
     def uuid(self) -> Any:
         """Of the sources, and of the user's passes; None, which caches nothing, without one."""

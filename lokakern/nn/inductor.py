@@ -29,6 +29,7 @@ from torch import Tensor
 from lokakern import numerics, sampled_check
 from lokakern.native import NATIVE
 from lokakern.nn import bias_gradient as _bias_gradient  # noqa: F401  # defines its op
+from lokakern.nn import logit as _logit  # noqa: F401  # defines its op
 from lokakern.nn import norm_gradient as _norm_gradient  # noqa: F401  # defines its op
 from lokakern.nn import routed_chain as _  # noqa: F401  # defines its op
 from lokakern.nn import routed_matmul
@@ -125,6 +126,18 @@ def fuse_quantizers() -> None:
         return call_gradient(dd, y, bias, norm_weight, norm_bias, norm, activation, eps)
 
     register_lowering(ops.norm_gradient.default, type_promotion_kind=None)(gradient)
+
+    def logit(x: Any, weight: Any, bias: Any) -> Any:
+        cast = lowerings[torch.ops.prims.convert_element_type.default]
+        x, weight = (cast(cast(y, torch.bfloat16), torch.float32) for y in (x, weight))
+        product = lowerings[torch.ops.aten.mul.Tensor](x, weight)
+        total = lowerings[torch.ops.aten.sum.dim_IntList](product, [-1], True)
+        if bias is not None:
+            wide = cast(cast(bias, torch.bfloat16), torch.float32)
+            total = lowerings[torch.ops.aten.add.Tensor](total, wide)
+        return cast(total, torch.bfloat16)
+
+    register_lowering(ops.logit.default, type_promotion_kind=None)(logit)
     rectify = torch.ops.aten._addmm_activation
     call_rectified = fallback_handler(rectify.default, add_to_fallback_set=False)  # type: ignore[no-untyped-call]
 

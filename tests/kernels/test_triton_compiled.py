@@ -158,6 +158,13 @@ def test_norms_of_sums_have_wide_loads(target: str) -> None:
         assert kernel["widest_load"] == 16, kernel
 
 
+@pytest.mark.parametrize("target", [t for t in TARGETS if t.startswith("sm")])
+def test_short_attentions_are_two_products(target: str) -> None:
+    for kernel in working(target, "short_attention"):
+        assert kernel["widest_load"] == 16, kernel
+        assert kernel["matrix"] or "fp16" in kernel["kernel"], kernel  # only bfloat16 is looked for
+
+
 def test_promoted_sums_are_added_in_float32() -> None:
     """One addition for every sum a thread holds, where the fast twin has the scales' only."""
     by_name = {k["kernel"]: k for k in working("sm_90", "scaled_gemm")}

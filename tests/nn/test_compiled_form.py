@@ -12,13 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from functorch.compile import make_boxed_func
+from torch import Tensor, fx, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.utils import run_and_get_code
 
 from lokakern.bench.models.zoo.hstu import HSTU
 from lokakern.nn import bias_gradient, compiled_form
 from lokakern.nn.adoption import Chosen, adopt, apply_choice, remove_choice
-from lokakern.nn.compiled_form import DOT, SUMS, form_at, form_of
+from lokakern.nn.compiled_form import DOT, LOGIT, SUMS, form_at, form_of
 from lokakern.nn.linear import Linear
 from lokakern.nn.norm_gradient import is_fast
 from lokakern.sums import column_sums
@@ -141,6 +143,53 @@ def test_no_product_of_a_layer_with_one_output_is_left_to_a_library() -> None:
     assert "mm(" not in code
     codes = codes_of(plain_of(model), x)
     assert len(codes) == 2 and all("mm(" in code for code in codes)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(40, K), (3, 8, K)])
+def test_a_logit_of_an_inference_is_a_sum_in_the_kernels_of_the_compiler(
+    bias: bool, shape: tuple[int, ...]
+) -> None:
+    layer = linear(n=1, bias=bias)
+    torch.manual_seed(1)
+    x = torch.randn(shape).bfloat16()
+    layer.take_form(LOGIT)
+    texts: list[str] = []
+
+    def read(graph: fx.GraphModule, given: Any) -> Any:
+        texts.append(graph.code)
+        return torch._inductor.compile(graph, given)
+
+    with torch.no_grad():
+        found = torch.compile(layer, backend=read, dynamic=False)(x)
+        expected = layer.double()(x.double())
+    assert "lokakern.logit" in texts[0]
+    assert found.dtype is torch.bfloat16 and found.shape == (*shape[:-1], 1)
+    assert (found.double() - expected).norm() <= 4e-3 * expected.norm()
+    with torch.no_grad():
+        codes = codes_of(layer.bfloat16(), x)
+    assert "logit(" not in codes[0] and "mm(" not in codes[0]
+
+
+def test_a_logit_with_gradients_is_differentiable_and_sums_to_a_vector() -> None:
+    layer = linear(n=1)
+    layer.take_form(LOGIT)
+    texts: list[str] = []
+
+    def read(graph: fx.GraphModule, _: Any) -> Any:
+        texts.append(graph.code)
+        return make_boxed_func(graph.forward)
+
+    found = results(torch.compile(layer, backend=aot_autograd(fw_compiler=read)), rows(40))
+    layer.take_form("")
+    theirs = results(layer, rows(40))
+    assert all(
+        torch.allclose(a, b, rtol=0.02, atol=0.02) for a, b in zip(found, theirs, strict=True)
+    )
+    assert "logit" not in "".join(texts)
+    # Inductor of torch 2.11 returned a vector in place of a sum of shape [1, k].
+    assert "aten.sum.dim_IntList" in texts[-1]
+    assert f"[1, {K}]" in texts[-1] or "unsqueeze" in texts[-1]
 
 
 def test_sums_of_a_bias_have_the_order_of_kernels() -> None:

@@ -30,6 +30,7 @@ from lokakern.kernels.triton import (
     norm_quantize,
     quantize,
     scaled_gemm,
+    short_attention,
     summed_norm,
     token_gradient,
 )
@@ -257,9 +258,29 @@ def summed_norm_cases() -> list[Case]:
     ]  # fmt: skip
 
 
+def attention_cases() -> list[Case]:
+    k = short_attention
+    return [
+        Case(
+            f"short_attention {dtype} {queries}x{keys}x{d} {bias} {silu}", k.short_attention_kernel,
+            (*(f"*{dtype}",) * 3, {1: f"*{dtype}", 2: "*u8"}.get(bias, f"*{dtype}"), f"*{dtype}"),
+            (4, d, *(3456 * 4, d, 4 * d) * 3, keys, 0, 0, 1), 2,
+            (0.25, bias, each, silu, causal, True, *k.tile_of(queries, keys, d)[:3]),
+            k.tile_of(queries, keys, d)[3], 1, is_registered=False,
+        )
+        for dtype, queries, keys, d, bias, each, silu, causal in (
+            ("bf16", 54, 54, 16, k.ADDS, False, 0.0, False),
+            ("bf16", 2, 54, 16, k.EXCLUDES, False, 0.0, False),
+            ("bf16", 128, 128, 64, k.NO_BIAS, False, 0.0078125, False),
+            ("fp16", 128, 128, 64, k.ADDS, True, 0.0, True),
+        )
+    ]  # fmt: skip
+
+
 def cases(target: str) -> list[Case]:
     found = [*gemm_cases(target), *norm_cases(target), *quantize_cases(target)]
-    return found + token_cases() + summed_norm_cases() if target.startswith("sm") else found
+    others = token_cases() + summed_norm_cases() + attention_cases()
+    return found + others if target.startswith("sm") else found
 
 
 def compile_case(target: str, case: Case) -> dict[str, Any]:

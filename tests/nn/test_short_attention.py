@@ -1,0 +1,343 @@
+"""Attentions over few tokens in graphs of converted models, by one kernel."""
+
+from __future__ import annotations
+
+import math
+import operator
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch import Tensor, fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.decomposition import select_decomp_table
+from torch.nn import functional
+
+from lokakern.nn import graph_passes, short_attention
+from lokakern.nn.graph_edit import add
+from tests.support.routed_layers import ROUTE, layer_of
+
+ROOT = Path(__file__).parents[2]
+BATCH, TOKENS, HEADS, D = 6, 39, 2, 16
+aten = torch.ops.aten
+OP = torch.ops.lokakern.short_attention.default
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@pytest.fixture(autouse=True)
+def every_device_has_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(short_attention, "has_triton", lambda *_: True)
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, _: Tensor) -> Tensor:
+    return (q @ k.mT).softmax(dim=-1) @ v
+
+
+def masked(q: Tensor, k: Tensor, v: Tensor, present: Tensor) -> Tensor:
+    score = q @ k.mT * q.shape[-1] ** -0.5
+    return score.masked_fill(~present[:, None, None, :], -torch.inf).softmax(-1) @ v
+
+
+def biased(q: Tensor, k: Tensor, v: Tensor, present: Tensor) -> Tensor:
+    bias = present.to(q.dtype)[:, None, None, :]
+    return ((q @ k.mT) / 4.0 + bias).softmax(-1) @ v
+
+
+def by_silu(q: Tensor, k: Tensor, v: Tensor, present: Tensor) -> Tensor:
+    """As in HSTU."""
+    return functional.silu(q @ k.mT) / 128 @ v
+
+
+def wide(q: Tensor, k: Tensor, v: Tensor, present: Tensor) -> Tensor:
+    """By a softmax in float32, and of heads as samples."""
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    p = torch.bmm(q, k.mT).float().softmax(-1).to(v.dtype)
+    return torch.bmm(p, v).unflatten(0, (-1, HEADS))
+
+
+def fused(q: Tensor, k: Tensor, v: Tensor, present: Tensor) -> Tensor:
+    return functional.scaled_dot_product_attention(q, k, v, attn_mask=present[:, None, None, :])
+
+
+def few_queries(q: Tensor, k: Tensor, v: Tensor, present: Tensor) -> Tensor:
+    """A learned query for all samples, as in pooling by attention."""
+    return masked(q[:1, :, :3].expand(len(k), -1, -1, -1), k, v, present)
+
+
+class Model(nn.Module):
+    """An attention behind a product that `convert` chose a kernel for."""
+
+    def __init__(self, attend: Attend) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.inputs = layer_of((ROUTE, "", ""), 3 * HEADS * D, 64, bias=False)
+        self.attend = attend
+
+    def forward(self, x: Tensor, present: Tensor) -> Any:
+        made = self.inputs(x.flatten(0, 1)).view(len(x), -1, 3, HEADS, D)
+        q, k, v = made.permute(2, 0, 3, 1, 4).unbind(0)
+        return self.attend(q, k, v, present).transpose(1, 2).flatten(2)
+
+
+def given() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    present = torch.rand(BATCH, TOKENS) < 0.7
+    present[:, 0] = True
+    return torch.randn(BATCH, TOKENS, 64).bfloat16(), present
+
+
+def passed(model: nn.Module, *given: Tensor) -> tuple[Any, str]:
+    """The result of the graph after the passes, and its text."""
+    texts = []
+
+    def run(gm: fx.GraphModule, _: Any) -> Any:
+        graph_passes.Passes(None)(gm.graph, is_inference=True)
+        gm.graph.lint()
+        gm.recompile()
+        texts.append(gm.code)
+        return make_boxed_func(gm.forward)
+
+    backend = aot_autograd(fw_compiler=run, decompositions=select_decomp_table())
+    torch._dynamo.reset()
+    with torch.no_grad():
+        found = torch.compile(model, backend=backend, dynamic=False)(*given)
+    return found, "\n".join(texts)
+
+
+@pytest.mark.parametrize("attend", [plain, masked, biased, by_silu, wide, few_queries])
+def test_an_attention_of_products_is_one_op_without_copies(attend: Attend) -> None:
+    model, inputs = Model(attend), given()
+    found, code = passed(model, *inputs)
+    assert code.count("short_attention.default") == 1
+    assert "bmm" not in code
+    # The product quantizes its input itself; the attention reads views of what it writes.
+    assert "clone" not in code or attend is wide
+    with torch.no_grad():
+        expected = model(*inputs)
+    distance = (found.double() - expected.double()).norm() / expected.double().norm()
+    assert found.shape == expected.shape and distance < 0.01
+
+
+def unmatched(name: str) -> Attend:
+    """Attentions that are left to the compiler."""
+
+    def weights_are_read(q: Tensor, k: Tensor, v: Tensor, present: Tensor) -> Tensor:
+        p = (q @ k.mT).softmax(-1)
+        return p @ v + p.sum(-1, keepdim=True)
+
+    def scores_are_read(q: Tensor, k: Tensor, v: Tensor, present: Tensor) -> Tensor:
+        score = q @ k.mT
+        return score.softmax(-1) @ v + score.amax(-1, keepdim=True)
+
+    def along_queries(q: Tensor, k: Tensor, v: Tensor, present: Tensor) -> Tensor:
+        return (q @ k.mT).softmax(-2) @ v
+
+    def scaled_behind_a_mask(q: Tensor, k: Tensor, v: Tensor, present: Tensor) -> Tensor:
+        score = (q @ k.mT).masked_fill(~present[:, None, None, :], -10.0)
+        return (score * 2.0).softmax(-1) @ v
+
+    def normalized_twice(q: Tensor, k: Tensor, v: Tensor, present: Tensor) -> Tensor:
+        return (q @ k.mT).softmax(-1).softmax(-1) @ v
+
+    def silu_of_another(q: Tensor, k: Tensor, v: Tensor, present: Tensor) -> Tensor:
+        score = q @ k.mT
+        return score / (1.0 + (-score.flip(-1)).exp()) @ v
+
+    def softmax_times_two(q: Tensor, k: Tensor, v: Tensor, present: Tensor) -> Tensor:
+        return (q @ k.mT).softmax(-1) * 2 @ v
+
+    def long(q: Tensor, k: Tensor, v: Tensor, present: Tensor) -> Tensor:
+        k, v = (torch.cat([x] * 4, 2) for x in (k, v))
+        return (q @ k.mT).softmax(-1) @ v
+
+    return {f.__name__: f for f in (
+        weights_are_read, scores_are_read, along_queries, scaled_behind_a_mask, normalized_twice,
+        silu_of_another, softmax_times_two, long,
+    )}[name]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["weights_are_read", "scores_are_read", "along_queries", "scaled_behind_a_mask",
+     "normalized_twice", "silu_of_another", "softmax_times_two", "long"],
+)  # fmt: skip
+def test_what_is_no_such_attention_is_left(name: str) -> None:
+    model, inputs = Model(unmatched(name)), given()
+    found, code = passed(model, *inputs)
+    assert "short_attention" not in code
+    with torch.no_grad():
+        expected = model(*inputs)
+    assert (found.double() - expected.double()).norm() < 0.01 * expected.double().norm()
+
+
+def _fused_graph(target: Any, *behind: Any, **options: Any) -> tuple[fx.Graph, dict[str, fx.Node]]:
+    """A graph of a kernel of torch, whose operands have values without data."""
+    graph = fx.Graph()
+    sizes = {"made": (BATCH, TOKENS, 3, HEADS, D), "present": (BATCH, TOKENS)}
+    inputs = {}
+    for name, size in sizes.items():
+        inputs[name] = graph.placeholder(name)
+        dtype = torch.bool if name == "present" else torch.bfloat16
+        inputs[name].meta["val"] = torch.empty(size, dtype=dtype, device="meta")
+    turned = add(graph, aten.permute.default, inputs["made"], [2, 0, 3, 1, 4])
+    q, k, v = (add(graph, aten.select.int, turned, 0, place) for place in range(3))
+    bias = add(graph, aten.unsqueeze.default, inputs["present"], 1)
+    bias = add(graph, aten.unsqueeze.default, bias, 2)
+    bias = add(graph, torch.ops.prims.convert_element_type.default, bias, torch.bfloat16)
+    small = bias
+    bias = add(graph, aten.constant_pad_nd.default, bias, [0, 1], 0.0)
+    bias = add(graph, aten.slice.Tensor, bias, 3, 0, TOKENS)
+    bias = add(graph, aten.expand.default, bias, [BATCH, HEADS, TOKENS, TOKENS])
+    has_bias = "attn_bias" in [x.name for x in target._schema.arguments]
+    node = graph.call_function(
+        target, (q, k, v, *([bias, False] if has_bias else []), *behind), options
+    )
+    out = graph.call_function(operator.getitem, (node, 0))
+    made = torch.empty(BATCH, TOKENS, HEADS, D, dtype=torch.bfloat16, device="meta")
+    out.meta["val"] = made.transpose(1, 2)
+    by_tokens = add(graph, aten.permute.default, out, [0, 2, 1, 3])
+    graph.output(add(graph, aten.view.default, by_tokens, [BATCH, TOKENS, HEADS * D]))
+    return graph, {"q": q, "bias": small, "node": node}
+
+
+@pytest.mark.parametrize("name", ["efficient", "cudnn", "flash"])
+def test_a_fused_attention_reads_its_bias_before_it_is_expanded(name: str) -> None:
+    target = getattr(aten, f"_scaled_dot_product_{name}_attention").default
+    graph, nodes = _fused_graph(target, scale=0.5)
+    short_attention.attend_at_once(graph)
+    (made,) = graph.find_nodes(op="call_function", target=OP)
+    assert made.args[0] is nodes["q"]
+    assert made.args[3:] == (None if name == "flash" else nodes["bias"], 0.5, False, True, 0.0)
+    assert not graph.find_nodes(op="call_function", target=target)
+    assert not graph.find_nodes(op="call_function", target=aten.expand.default)
+    graph.lint()
+
+
+def test_a_causal_one_stays_causal_and_has_a_scale() -> None:
+    graph, _ = _fused_graph(aten._scaled_dot_product_flash_attention.default, 0.0, True)
+    short_attention.attend_at_once(graph)
+    (made,) = graph.find_nodes(op="call_function", target=OP)
+    assert made.args[4:] == (D**-0.5, True, True, 0.0)
+
+
+def test_one_with_dropout_is_left() -> None:
+    target = aten._scaled_dot_product_flash_attention.default
+    graph, _ = _fused_graph(target, 0.1)
+    short_attention.attend_at_once(graph)
+    assert graph.find_nodes(op="call_function", target=target)
+
+
+def test_one_whose_logarithms_are_read_is_left() -> None:
+    target = aten._scaled_dot_product_efficient_attention.default
+    graph, nodes = _fused_graph(target)
+    output = graph.output_node()
+    with graph.inserting_before(output):
+        log = graph.call_function(operator.getitem, (nodes["node"], 1))
+    output.args = ((output.args[0], log),)
+    short_attention.attend_at_once(graph)
+    assert graph.find_nodes(op="call_function", target=target)
+
+
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, causal: bool
+) -> Tensor:
+    score = q.double() @ k.double().mT * scale
+    if bias is not None:
+        score = score.masked_fill(bias, -math.inf) if bias.dtype is torch.bool else score + bias
+    if causal:
+        score = score.masked_fill(torch.ones_like(score, dtype=torch.bool).triu(1), -math.inf)
+    return (score.softmax(-1) @ v.double()).transpose(1, 2)
+
+
+CASES = [
+    (3, 4, 54, 54, 16, "added", False), (2, 2, 39, 39, 32, "", False),
+    (3, 4, 2, 54, 16, "excluded", False), (2, 3, 100, 100, 24, "each", True),
+    (1, 1, 1, 1, 8, "", False), (2, 2, 128, 128, 64, "excluded", True),
+    (1, 1, 70, 5, 40, "", False),
+]  # fmt: skip
+
+
+def check(device: str, dtype: torch.dtype) -> None:
+    """Of the kernel: against float64, with rows that read nothing, and with NaN."""
+    from lokakern.kernels.triton.short_attention import short_attention as run
+
+    torch.manual_seed(0)
+    for batch, heads, queries, keys, d, kind, causal in CASES:
+        made = torch.randn(batch, max(queries, keys), 3, heads, d, device=device).to(dtype)
+        q, k, v = (x.transpose(1, 2) for x in made.unbind(2))
+        q, k, v = q[:, :, :queries], k[:, :, :keys], v[:, :, :keys]
+        bias: Tensor | None = None
+        if kind == "added":
+            dropped = torch.rand(batch, 1, 1, keys, device=device) < 0.3
+            bias = torch.where(dropped, -math.inf, 0.0).to(dtype)
+        elif kind == "each":
+            bias = torch.randn(1, heads, queries, keys, device=device)
+        elif kind == "excluded":
+            bias = torch.rand(batch, 1, queries, keys, device=device) < 0.5
+            bias[0, 0, 0] = True  # this query reads nothing
+        for zeros in (True, False):
+            found = run(q, k, v, bias, d**-0.5, causal, zeros)
+            expected = reference(q, k, v, bias, d**-0.5, causal)
+            nothing = expected.isnan()
+            assert nothing.any() == (kind == "excluded")
+            if zeros:
+                assert not found[nothing].any()
+            else:
+                assert found.isnan()[nothing].all()
+            error = (found.double() - expected)[~nothing].abs().max()
+            assert error < (0.03 if dtype is torch.bfloat16 else 0.004), (queries, keys, d, error)
+        found = run(q, k, v, bias, d**-0.5, causal, True, 0.5)
+        score = q.double() @ k.double().mT * d**-0.5
+        if bias is not None and bias.dtype is not torch.bool:
+            score = score + bias
+        weights = 0.5 * functional.silu(score)
+        if bias is not None and bias.dtype is torch.bool:
+            weights = weights.masked_fill(bias, 0.0)
+        if causal:
+            weights = weights.tril()
+        if kind != "added":  # silu of minus infinity is NaN
+            expected = (weights @ v.double()).transpose(1, 2)
+            assert (found.double() - expected).norm() < 0.01 * expected.norm()
+        made[0, 0] = math.nan
+        found = run(q, k, v, None, 1.0, False, True)
+        assert found[0].isnan().all() and not found[1:].isnan().any()
+
+
+if __name__ == "__main__":
+    check("cpu", torch.float16)  # as the interpreter multiplies no bfloat16
+
+
+def test_the_kernel_is_right_in_the_interpreter() -> None:
+    pytest.importorskip("triton", reason="needs Triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.nn.test_short_attention"],
+        env=environment, capture_output=True, text=True, timeout=600, cwd=ROOT, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_kernel_is_right_on_a_gpu(dtype: torch.dtype) -> None:
+    check("cuda", dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attend", [plain, masked, biased, by_silu, wide, few_queries, fused])
+def test_a_model_is_right_on_a_gpu(attend: Attend) -> None:
+    model, inputs = Model(attend).cuda(), [x.cuda() for x in given()]
+    torch._dynamo.reset()
+    with torch.no_grad():
+        found, codes = torch._inductor.utils.run_and_get_code(
+            torch.compile(model, dynamic=False), *inputs
+        )
+        expected = model(*inputs)
+    assert "short_attention" in "\n".join(codes)
+    assert (found.double() - expected.double()).norm() < 0.01 * expected.double().norm()
