@@ -78,6 +78,11 @@ _LIBRARY.impl("short_attention", _short_attention, "CompositeExplicitAutograd")
 torch.library.register_fake("lokakern::short_attention", _short_attention_fake, lib=_LIBRARY)
 
 
+def is_fast_on(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the kernel was measured against others on such GPUs: Hopper's."""
+    return has_triton(device, dtype) and torch.cuda.get_device_capability(device)[0] == 9
+
+
 class _Found(NamedTuple):
     """An attention of a graph; operands are ``[batch, heads, tokens, d]``."""
 
@@ -111,7 +116,7 @@ def _fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
     if not (v.shape == k.shape and q.dtype is k.dtype is v.dtype):
         return False
     is_short = keys <= MOST_KEYS and columns <= MOST_COLUMNS and columns % 8 == 0
-    return is_short and bool(q.numel()) and has_triton(q.device, q.dtype)
+    return is_short and bool(q.numel()) and is_fast_on(q.device, q.dtype)
 
 
 def _of_fused(node: fx.Node) -> _Found | None:
