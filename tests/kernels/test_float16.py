@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +14,12 @@ from torch import Tensor
 
 import lokakern
 from lokakern import numerics
+from lokakern.build.prebuild import jobs_for
 from lokakern.device import current_device
 from lokakern.functional.checks import operand_of
 from lokakern.kernels.cuda import half, quantize, scaled_gemm, tiles
 from lokakern.measure.tiled_compare import compare_bytes, compare_sums
+from lokakern.nvrtc import Program
 from lokakern.problems import make_problem
 from lokakern.registry import float16, ops
 from lokakern.registry.register import KERNELS, fp8_format
@@ -30,6 +33,7 @@ from lokakern.types import (
     Problem,
     Rejected,
 )
+from lokakern.workloads.suites import SUITES
 from tests.kernels.test_kernels import launch_scaled_gemm, poisoned
 from tests.support.kernel_cases import cases, kernel_here
 
@@ -301,6 +305,32 @@ def test_programs_for_float16_are_of_their_own_sources() -> None:
     assert found[torch.bfloat16] != found[torch.float16]
     assert tuple(found[torch.bfloat16]) == tuple(found[torch.float16])
     assert isinstance(found[torch.float16]._replace(direct=True), half.HalfKind)
+
+
+def test_launches_are_those_of_bfloat16_with_other_sources() -> None:
+    """Equal macros, of compositions too."""
+    found: set[str] = set()
+    for case in SUITES["float16"].cases(H200)[::6]:
+        for kernel in KERNELS.values():
+            if kernel.language != "cuda" or isinstance(
+                kernel.supports(case.problem, H200), Rejected
+            ):
+                continue
+            plain, made = (
+                jobs_for([problem], H200, [kernel])
+                for problem in (float16.as_bfloat16(case.problem), case.problem)
+            )
+            expected = []
+            for job in plain:
+                assert isinstance(job, Program)
+                source = Path(job.source)
+                name = half.SOURCES.get(source.name, source.name)
+                expected.append(replace(job, source=str(source.with_name(name))))
+            assert made == expected, f"{kernel} {case.problem}"
+            found |= {Path(job.source).name for job in expected}
+    assert found - {"quantize_scales.cu"} == set(half.SOURCES.values()) - {
+        "half_scaled_gemm_unaligned.cu", "half_quantize_tiles_together.cu",
+    }  # fmt: skip
 
 
 def test_one_step_of_the_division_rounds_all_quotients_correctly() -> None:
