@@ -4,8 +4,7 @@
 
 Prints a line of JSON for each problem: the kernel, medians in microseconds of both, and the ratio
 of float16's to bfloat16's. Times are those of a sweep: CUDA graphs, cold operands, replays of both
-in random order; about half a minute. On a CPU, for which there are kernels of torch only, times say
-nothing.
+in random order. On a CPU, for which there are kernels of torch only, times say nothing.
 """
 
 from __future__ import annotations
