@@ -6,6 +6,10 @@ beforehand, so a warm launch packs numbers into it and makes one foreign call.
 
 from __future__ import annotations
 
+# digest: off
+import copy
+
+# digest: on
 import ctypes
 import functools
 import struct
@@ -191,6 +195,14 @@ class CudaLaunch:
             jit.recorder.launched(self, grid, pointers, scalars, tensor_maps, function.value)
         # digest: on
 
+    # digest: off  of programs for float16
+    def with_program(self, program: Program) -> CudaLaunch:
+        """The launch of another program with the same parameters."""
+        made = copy.copy(self)
+        made.program, made._functions, made._spare = program, {}, []
+        return made
+
+    # digest: on
     def _new_arguments(self) -> _Arguments:
         """Memory: configuration, values, then a table with the address of each value."""
         pointers, scalars, tensor_maps = self._parameters

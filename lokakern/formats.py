@@ -28,6 +28,9 @@ class Format(StrEnum):
     E5M2FNUZ = "e5m2fnuz"
     BFLOAT16 = "bfloat16"
     FLOAT32 = "float32"
+    # digest: off
+    FLOAT16 = "float16"  # of kernels that registry/float16.py names
+    # digest: on
 
     @property
     def dtype(self) -> torch.dtype:
@@ -62,6 +65,9 @@ class Format(StrEnum):
             return _FORMAT_OF_DTYPE[dtype]
         except KeyError:
             known = ", ".join(f"torch.{f.value}" for f in (cls.BFLOAT16, cls.FLOAT32))
+            # digest: off
+            known += ", torch.float16"
+            # digest: on
             raise FormatError(
                 f"operand dtype is {dtype}; expected {known} or a torch.float8 dtype "
                 "(convert with .bfloat16())"
@@ -75,6 +81,9 @@ _FORMAT_FACTS: dict[Format, tuple[torch.dtype, float, float, int]] = {
     Format.E5M2FNUZ: (torch.float8_e5m2fnuz, 57344.0, 2.0**-3, 0x80),
     Format.BFLOAT16: (torch.bfloat16, torch.finfo(torch.bfloat16).max, 2.0**-8, -1),
     Format.FLOAT32: (torch.float32, torch.finfo(torch.float32).max, 2.0**-24, -1),
+    # digest: off
+    Format.FLOAT16: (torch.float16, torch.finfo(torch.float16).max, 2.0**-11, -1),
+    # digest: on
 }
 _FORMAT_OF_DTYPE = {facts[0]: fmt for fmt, facts in _FORMAT_FACTS.items()}
 

@@ -178,6 +178,11 @@ def bias_format(problem: Problem) -> Format:
     return Format.BFLOAT16 if problem.out_format.is_fp8 else problem.out_format
 
 
+def source_format(problem: Problem) -> Format:
+    """The format from which quantized operands are made: float16 where that is written, too."""
+    return Format.FLOAT16 if problem.out_format is Format.FLOAT16 else Format.BFLOAT16
+
+
 def sums_over_samples(problem: Problem) -> bool:
     """Whether the samples of a batch run along k: ``dW = dY^T X`` of operands as they lie."""
     return (
@@ -204,7 +209,7 @@ def accuracy_problem(problem: Problem, fp8: Format) -> Problem:
     scaled = op in ("scaled_gemm", "gemm_norm")
     if scaled and b is not None and (a.format, b.format) == (fp8, fp8):
         op = "gemm" if op == "scaled_gemm" else op
-        a, b = Operand(Format.BFLOAT16), Operand(Format.BFLOAT16)
+        a = b = Operand(source_format(problem))
     along_k = sums_over_samples(problem)
     a = replace(a, layout=Layout.COLUMN if along_k else Layout.ROW, alignment=16)
     if b is not None:

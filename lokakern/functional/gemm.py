@@ -60,7 +60,7 @@ def gemm(
     unquantized product, computed by unquantized kernels.
 
     Args:
-        a: Left operand, ``[m, k]``, bfloat16 or float32, any strides.
+        a: Left operand, ``[m, k]``, bfloat16, float16 or float32, any strides.
         b: Right operand, ``[k, n]``, same dtype and device as ``a``; ``weight.t()`` is the fast
             layout. Or a weight from `prepare_weight`, which is not quantized again.
         budget: Largest accepted row error against a float64 product, or an `ErrorBudget`, over

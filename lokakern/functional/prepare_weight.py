@@ -50,7 +50,7 @@ def prepare_weight(
     The result refers to ``w``, but later changes of ``w`` have no effect.
 
     Args:
-        w: ``[n, k]``, as in a linear layer, bfloat16 or float32, row-major.
+        w: ``[n, k]``, as in a linear layer, bfloat16, float16 or float32, row-major.
         budget: Largest accepted error of `gemm` on measured distributions, and its default budget.
         m_range: Smallest and largest expected m.
         distribution: Input distributions for the error; None means all realistic ones.
@@ -67,7 +67,7 @@ def prepare_weight(
     limits = budget_of(budget)
     weight = operand_of(w)
     if weight.format.is_fp8:
-        raise FormatError(f"prepare_weight: w is {w.dtype}; expected bfloat16 or float32")
+        raise FormatError(f"prepare_weight: w is {w.dtype}; expected bfloat16, float16 or float32")
     if weight.layout is not Layout.ROW:
         raise ShapeError(
             f"prepare_weight: w has strides {w.stride()}; expected a row-major [n, k] weight"

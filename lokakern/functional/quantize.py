@@ -41,8 +41,8 @@ def quantize(
     """Quantize to FP8, ``x ~ data * scale``, as DESIGN.md defines, with the fastest kernel.
 
     Args:
-        x: ``[rows, columns]``, bfloat16 or float32; a GEMM sums over columns. The transpose of a
-            contiguous tensor is read without a copy; outputs are row-major.
+        x: ``[rows, columns]``, bfloat16, float16 or float32; a GEMM sums over columns. The
+            transpose of a contiguous tensor is read without a copy; outputs are row-major.
         granularity: "tensor", "row", "1x128", "128x128" or "1x32" (MX: scales are powers of two in
             one byte).
         out_format: "e4m3fn", "e5m2", "e4m3fnuz" or "e5m2fnuz"; None means the device's E4M3.
@@ -222,7 +222,9 @@ def _problem_of(
     """The problem of a call, and its scale and amax as kernels take them."""
     check_matrix(op, "x", x)
     if Format.of(x.dtype).is_fp8:
-        raise FormatError(f"{op}: x is {x.dtype}; expected torch.bfloat16 or torch.float32")
+        raise FormatError(
+            f"{op}: x is {x.dtype}; expected torch.bfloat16, torch.float16 or torch.float32"
+        )
     form = fp8_format(device_of(x)) if out_format is None else format_named(op, out_format)
     if not form.is_fp8:
         raise FormatError(f"{op}: out_format is {form.value!r}; expected an FP8 format")
@@ -273,7 +275,7 @@ def dequantize(x: QuantizedTensor, out_format: Format | str = Format.BFLOAT16) -
     """``data * scale`` in float32, rounded to ``out_format``, in the orientation of ``x``.
 
     Raises:
-        FormatError: ``out_format`` is neither bfloat16 nor float32, or ``x`` has no scales.
+        FormatError: ``out_format`` is an FP8 format, or ``x`` has no scales.
     """
     if is_compiling() and isinstance(x, QuantizedTensor) and x.scale is not None:
         given = (x.data, x.scale, x.granularity.value, text_of(out_format))
@@ -286,7 +288,9 @@ def dequantize_by(choose: Chooser, x: QuantizedTensor, out_format: Format | str)
     check_untraced("dequantize")
     form = format_named("dequantize", out_format)
     if form.is_fp8:
-        raise FormatError(f"dequantize: out_format is {form.value!r}; expected bfloat16 or float32")
+        raise FormatError(
+            f"dequantize: out_format is {form.value!r}; expected bfloat16, float16 or float32"
+        )
     if not isinstance(x, QuantizedTensor) or x.scale is None:
         raise FormatError(
             f"dequantize: x is {type(x).__name__}; expected a QuantizedTensor with scales"

@@ -85,14 +85,14 @@ def scaled_gemm(
             x row, 1x128 x 128x128, 1x128 x 1x128, 1x32 x 1x32.
         bias: ``[n]``, dtype of the output, bfloat16 for an FP8 output.
         activation: f: "none", "relu", "hardswish" or "silu".
-        cross: ``(x0, x)``: f is DCN's ``x0 * (a @ b + bias) + x``. Both ``[m, n]``, bfloat16,
-            columns contiguous.
+        cross: ``(x0, x)``: f is DCN's ``x0 * (a @ b + bias) + x``. Both ``[m, n]``, bfloat16, or
+            float16 as the output, columns contiguous.
         out_scale: Static descale of an FP8 output: a number, or float32 ``[1, 1]``. Results share
             the tensor of a number: do not write to it.
         accumulate: Whether to add to the contents of ``out``, float32.
         out: Output, ``[m, n]``, columns contiguous; may be a slice.
-        out_format: "bfloat16", "float32", or an FP8 format. None means the device's E4M3 with
-            ``out_scale``, float32 with ``accumulate``, else bfloat16.
+        out_format: "bfloat16", "float16", "float32", or an FP8 format. None means the device's
+            E4M3 with ``out_scale``, float32 with ``accumulate``, else bfloat16.
         groups: Number of weights in b, ``quantize(weights).t()`` of ``[groups * n, k]``; each
             multiplies ``m / groups`` rows of a.
         offsets: First row of each group and the end of the last, int32 ``[groups + 1]`` on the
@@ -151,7 +151,8 @@ def scaled_gemm_by(
     form = _out_format(out_format, out_scale, accumulate, first)
     if accumulate and out is None:
         raise ShapeError("scaled_gemm: accumulate adds to out, and out is None; pass out=")
-    x0, x = _checked_cross(cross, (m, n), activation)
+    half = torch.float16 if form is Format.FLOAT16 else torch.bfloat16
+    x0, x = _checked_cross(cross, (m, n), activation, half)
     check_same_device(
         "scaled_gemm", a=first.data, b=b.data, bias=bias, out=out, offsets=offsets, x0=x0, x=x,
         out_scale=out_scale if isinstance(out_scale, Tensor) else None,
@@ -320,7 +321,10 @@ def _out_format(
 
 
 def _checked_cross(
-    cross: tuple[Tensor, Tensor] | None, shape: tuple[int, int], activation: str
+    cross: tuple[Tensor, Tensor] | None,
+    shape: tuple[int, int],
+    activation: str,
+    dtype: torch.dtype,
 ) -> tuple[Tensor | None, Tensor | None]:
     if activation not in ACTIVATIONS:
         raise UnknownNameError(
@@ -336,10 +340,10 @@ def _checked_cross(
         raise ShapeError("scaled_gemm: cross must be (x0, x)")
     for name, x in zip(("x0", "x"), cross, strict=True):
         check_matrix("scaled_gemm", name, x)
-        if tuple(x.shape) != shape or x.dtype != torch.bfloat16 or x.stride(1) != 1 < shape[1]:
+        if tuple(x.shape) != shape or x.dtype != dtype or x.stride(1) != 1 < shape[1]:
             raise ShapeError(
                 f"scaled_gemm: {name} of cross is {list(x.shape)} {x.dtype} with strides "
-                f"{x.stride()}; expected {list(shape)} torch.bfloat16, columns contiguous"
+                f"{x.stride()}; expected {list(shape)} {dtype}, columns contiguous"
             )
     return cross[0], cross[1]
 

@@ -27,7 +27,7 @@ from lokakern.measure.operand_cache import OperandKey, Prefetcher
 from lokakern.measure.operands import Case64, case_of, poison
 from lokakern.measure.tiled_compare import compare_bytes
 from lokakern.measure.timing import Contender, faults_of, status_and_reason
-from lokakern.problems import accuracy_problem, sums_over_samples
+from lokakern.problems import accuracy_problem, source_format, sums_over_samples
 from lokakern.registry import ops
 from lokakern.registry.norm_gradients import norm_gradients
 from lokakern.registry.ops import NORM_OPS
@@ -276,7 +276,7 @@ class _Group:
         problem, kernel = cell.problem, cell.kernel
         assert problem.b is not None  # an op with two operands
         n = problem.n if problem.op == "gemm_norm" else 0  # norms need all columns
-        source = Format.BFLOAT16 if problem.a.format.is_fp8 else problem.a.format
+        source = source_format(problem) if problem.a.format.is_fp8 else problem.a.format
         x, w = self.x(source), self.w(source, n)
         given: tuple[Any, Any] = x, w.t()
         reference = self._once(("plain", source, n), lambda: case_of(*given))
@@ -395,12 +395,20 @@ class _Group:
     ) -> AccuracyRecord:
         """The record of a dequantized output; a reason makes it wrong."""
         errors = numerics.measure_errors(value, reference)
+        status, form = "wrong", cell.problem.out_format
+        is_right = error.maximum <= (bound := cell.kernel.bound_at(cell.problem))
         if errors.nonfinite_unexpected_count and not reason:
             reason = f"{errors.nonfinite_unexpected_count} outputs are not finite and should be"
-        elif error.maximum > (bound := cell.kernel.bound_at(cell.problem)) and not reason:
+            if is_right and form is Format.FLOAT16:  # no fault of the kernel's
+                status = "error"
+                reason = (
+                    f"{errors.nonfinite_unexpected_count} of {value.numel()} outputs overflow "
+                    f"{form}, up to {form.maximum:g}"
+                )
+        elif not is_right and not reason:
             reason = f"kernel_err {error.maximum:.3g} > {bound:g}"
         return AccuracyRecord(
-            status="wrong" if reason else "ok",
+            status=status if reason else "ok",
             reason=reason,
             seed=cell.seed,
             rows=value.shape[0],
@@ -447,7 +455,7 @@ class _Group:
         return self._judged(cell, value, x.to(torch.float64), error, shares, reason)
 
     def _dequantize(self, cell: Cell) -> AccuracyRecord:
-        problem, kernel, source = cell.problem, cell.kernel, Format.BFLOAT16
+        problem, kernel, source = cell.problem, cell.kernel, source_format(cell.problem)
         quantized = self.quantized("x", source, problem.a.format, problem.a.granularity)
         form, shape = problem.out_format, tuple(quantized.data.shape)
         out = empty_matrix(shape, form, self.wide_x.device)

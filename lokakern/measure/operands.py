@@ -26,7 +26,14 @@ from lokakern.measure.tiled_compare import (
 from lokakern.measure.timing import MOST_CALLED
 from lokakern.measure.wrong_elements import Compared, wrong_words
 from lokakern.numerics import KernelError
-from lokakern.problems import bias_format, epilogue_of, is_plain, scaling_of, sums_over_samples
+from lokakern.problems import (
+    bias_format,
+    epilogue_of,
+    is_plain,
+    scaling_of,
+    source_format,
+    sums_over_samples,
+)
 from lokakern.registry import ops
 from lokakern.registry.register import Kernel, fp8_format
 from lokakern.types import (
@@ -103,8 +110,8 @@ class Operands:
         self.device = device
         self.target = target
         self.along_k = sums_over_samples(problem)
-        # Quantized operands are quantized from bfloat16.
-        self.form = problem.a.format if problem.op in ("gemm", *QUANTIZERS) else Format.BFLOAT16
+        plain = problem.op in ("gemm", *QUANTIZERS)
+        self.form = problem.a.format if plain else source_format(problem)
         plan = operand_plan(problem, distribution, seed)
         self.x = device_operand(plan.x, plan.x_rows, self.form, device)
         self.w: Tensor | None = None
@@ -173,7 +180,7 @@ class Operands:
             return
         x0 = x = None
         if problem.epilogue.endswith("cross"):
-            x0, x = self._normal(0, Format.BFLOAT16), self._normal(1, Format.BFLOAT16)
+            x0, x = (self._normal(place, source_format(problem)) for place in (0, 1))
         if problem.out_format.is_fp8:
             self.out_scale = self._fitting_scale()
         self.shared_epilogue = epilogue_of(problem, x0, x, self.out_scale)

@@ -21,6 +21,7 @@ import torch
 
 from lokakern.device import current_device, devices_here
 from lokakern.errors import ChoicesError, DeviceError, UnknownNameError
+from lokakern.registry import float16
 from lokakern.registry.register import KERNELS, kernels_for, load_kernels
 from lokakern.selection import rank_agreement
 from lokakern.selection.arguments import budget_of, device_of_torch, problem_of
@@ -503,8 +504,13 @@ def _build(
     cells: dict[str, list[TimingCell]] = {}
     costs = host_costs(facts, target, regime, is_local=local)
     timed = default_regime(target) if regime in COMPILER_PADS or costs.by_call else regime
-    for cell in facts.timing_cells(target, family_key(problem), timed):
-        cells.setdefault(cell.kernel.name, []).append(cell)
+    known_as = problem
+    for asked in (problem, float16.as_bfloat16(problem)) if float16.is_in(problem) else (problem,):
+        for cell in facts.timing_cells(target, family_key(asked), timed):
+            cells.setdefault(cell.kernel.name, []).append(cell)
+        known_as = asked
+        if cells:
+            break
     rejected: list[tuple[str, str]] = []
     barred: set[str] = set()
     candidates: list[Candidate] = []
@@ -535,7 +541,7 @@ def _build(
             lambda: told or measured_instead(facts, problem, target, timed, regime)
         )
     candidates, padded = with_padded_rows(
-        problem, candidates, evidence, timed, is_compiled=regime in COMPILER_PADS
+        known_as, candidates, evidence, timed, is_compiled=regime in COMPILER_PADS
     )
     candidates, host = with_host_costs(candidates, problem, costs, is_training=is_training)
     predicted: Forecast | None = None
@@ -550,13 +556,18 @@ def _build(
 
             if predicts:
                 predicted = forecast(
-                    problem, model, evidence, alignment_of(problem.m), needs, barred,
+                    known_as, model, evidence, alignment_of(problem.m), needs, barred,
                     is_compiled=regime in COMPILER_PADS,
                     with_costs=lambda found: with_host_costs(
                         found, problem, costs, is_training=is_training
                     )[0],
                 )  # fmt: skip
             candidates = with_predicted_errors(candidates, problem, evidence)
+    if known_as is not problem:
+        how = "that of bfloat16, which has as many bytes"
+        candidates = [replace(c, estimated=c.estimated or how) for c in candidates]
+        if predicted is not None:
+            predicted.leave_out_errors("error not measured with float16")
     names = {candidate.name for candidate in candidates}
     rejected = [(name, why) for name, why in rejected if name not in names]
     return kind(

@@ -368,7 +368,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "p_spike": (0.0, 1.0),
     "ctr": (1e-6, 1.0 - 1e-6),
     "batch": (1.0, 1e9),
-    "c": (0.0, 100.0),
+    "c": (0.0, 1e6),
     "spread": (1.0, 1e16),
 }
 

@@ -231,6 +231,21 @@ def _quantizers(fp8: Format) -> Iterator[Case]:
         yield Case.of("quantize_transpose", (m, k), "X1", epilogue="column_sums", **fields)
 
 
+def _float16(fp8: Format) -> Iterator[Case]:
+    half = Operand(Format.FLOAT16)
+    for m in ANCHOR_M:
+        for n, k in ANCHOR_N_K:
+            yield unquantized_case(m, n, k, "X1", Format.FLOAT16)
+            for granularity in LEFT_SCALES:
+                given = {"out_format": Format.FLOAT16}
+                yield fused_case(m, n, k, granularity, "X1", fp8, **given)
+    for m, k in QUANTIZER_SHAPES:
+        for granularity in (*LEFT_SCALES, Granularity.BLOCK):
+            fields = quantized_output(fp8, granularity)
+            yield Case.of("quantize", (m, k), "X1", a=half, **fields)
+            yield Case.of("quantize_transpose", (m, k), "X1", a=half, **fields)
+
+
 MX_GPUS = frozenset({"sm_100", "gfx950"})
 
 
@@ -255,6 +270,7 @@ SUITES: dict[str, Suite] = {
         Suite("lrm-backward", "gradients of their inputs and weights", _lrm_backward),
         Suite("norms", "the 27 anchors, each followed by a norm; norms of rows", _norms),
         Suite("narrow", "many rows, at most 64 outputs: bound by the bytes of a", _narrow),
+        Suite("float16", "products and quantizers in float16", _float16),
         Suite("mx", "scales of 1x32, for GPUs that multiply with them", _mx, MX_GPUS),
     )
 }

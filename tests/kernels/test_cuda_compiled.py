@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ import torch
 from lokakern import nvrtc
 from lokakern.errors import CompilationError
 from lokakern.kernels.cuda import (
+    half,
     quantize,
     quantize_sums,
     quantize_tensor,
@@ -58,6 +60,7 @@ UNALIGNED_COLUMNS = (13, 39, 479, 8191, 9001)
 KINDS = (
     (torch.bfloat16, torch.float8_e4m3fn, "bfloat16->e4m3fn"),
     (torch.float32, torch.float8_e5m2, "float32->e5m2"),
+    (torch.float16, torch.float8_e4m3fn, "float16->e4m3fn"),
 )
 
 
@@ -81,7 +84,8 @@ def cases() -> dict[str, Program]:
         found |= {f"{name} {kind}": program for name, program in both_ways(types)}
         found |= {f"{name} {kind}": program for name, program in tensors(types)}
         found |= {f"{name} {kind}": program for name, program in together(types)}
-    return found | dict(gemms()) | dict(unaligned_gemms()) | dict(norm_programs.programs())
+    found |= dict(gemms()) | dict(unaligned_gemms()) | dict(half_gemms())
+    return found | dict(norm_programs.programs())
 
 
 # A size for each tile of the rule, m, n, k; and what comes after the sums, at a few of them.
@@ -153,6 +157,15 @@ def unaligned_gemms() -> Iterator[tuple[str, Program]]:
             tile = module.tile_of(m, 1029, 1000, kind, 1, True, SMS)
             program = module.bind(1029, 1000, tile, kind).program
             yield f"scaled_gemm_{kind.scales}_unaligned {m} {words}", program
+
+
+def half_gemms() -> Iterator[tuple[str, Program]]:
+    """The same of rowwise scales with outputs in float16."""
+    for name, program in (*gemms(), *unaligned_gemms()):
+        if name.startswith("scaled_gemm_row") and dict(program.macros)["OUT"] == 2:
+            source = Path(program.source)
+            half_source = source.with_name(half.SOURCES[source.name])
+            yield f"{name} float16", replace(program, source=str(half_source))
 
 
 def gemm_tile(m: int, n: int, k: int, kind: Kind, sms: int) -> Tile:
@@ -302,6 +315,7 @@ WITHOUT_DATA = ("gather", "finish", "scales", "adds", "plain", "of a bias")
 SPILLED_BYTES = {
     "quantize_together_row 8192 bfloat16->e4m3fn": 8,
     "quantize_together_row 8192 float32->e5m2": 16,
+    "quantize_together_row 8192 float16->e4m3fn": 8,
 }
 
 
@@ -554,6 +568,19 @@ def test_unaligned_rows_leave_16_bytes_at_a_time(name: str) -> None:
     assert len(narrow) == rounds * 16 * 16 // int(macros["OUT"]) // 32
     between = words[wide[0] : wide[of_a_round - 1]]
     assert not [word for word in between if word.startswith(("BRA", "BSYNC"))]
+
+
+HALVES = [name for name, program in CASES.items() if Path(program.source).stem.startswith("half_")]
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_float16_is_converted_in_hardware(name: str) -> None:
+    words = instructions(name)
+    assert not any("BF16" in word for word in words)
+    if "OUT" in dict(CASES[name].macros):
+        assert any(word.startswith("F2FP.F16") for word in words)
+    elif not any(word in name for word in WITHOUT_DATA):
+        assert any(word.startswith("HADD2.F32") for word in words)
 
 
 @pytest.mark.parametrize("name", GEMMS)

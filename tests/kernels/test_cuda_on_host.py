@@ -20,16 +20,26 @@ from lokakern.kernels.cuda import (
 )
 from lokakern.measure.tiled_compare import compare_bytes, compare_sums
 from lokakern.quantized_tensor import pitch_of
-from lokakern.registry.register import KERNELS
+from lokakern.registry.register import KERNELS, load_kernels
 from lokakern.sums import error_bound
 from lokakern.types import GROUP, Format, Granularity, QuantizedTensor
-from tests.support.cuda_host_launch import HEADER, NORM_HEADER, TOGETHER_HEADER, HostLaunch, sources
+from tests.support.cuda_host_launch import (
+    HALF_HEADER,
+    HEADER,
+    NORM_HEADER,
+    TOGETHER_HEADER,
+    HostLaunch,
+    sources,
+)
+
+load_kernels()  # with what binds them for float16
 
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
-    kernels = Path(quantize.SOURCE).parent.glob("quantize*.cu*")
+    kernels = Path(quantize.SOURCE).parent.glob("*quantize*.cu*")
     headers = {
+        "half_ptx.cuh": HALF_HEADER,
         "ptx.cuh": HEADER,
         "norm_backward_ptx.cuh": NORM_HEADER,
         "quantize_together_ptx.cuh": TOGETHER_HEADER,
@@ -50,7 +60,8 @@ def on_host(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def hostile(rows: int, columns: int, source: torch.dtype) -> Tensor:
     x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows + columns))
-    x *= torch.logspace(-40, 36, rows).unsqueeze(1)  # every size of scale, subnormal ones too
+    sizes = (-9, 4) if source is torch.float16 else (-40, 36)
+    x *= torch.logspace(*sizes, rows).unsqueeze(1)  # every size of scale, subnormal ones too
     x[::3] = x[::3].abs().sqrt()
     if rows > 6:
         x[1] = 0.0
@@ -112,7 +123,7 @@ def exact(
     return numerics.quantize_static(x, form, granularity, made.scale * 0.01)
 
 
-SOURCES = [torch.bfloat16, torch.float32]
+SOURCES = [torch.bfloat16, torch.float32, torch.float16]
 # One size of every kind of tile: parts of a warp, a warp, a block, a cluster; exact and not.
 ROW_SIZES = [(9, 8), (9, 13), (37, 128), (11, 200), (9, 520), (9, 1024), (9, 2048), (9, 4096),
              (9, 7168), (8, 9001), (8, 16384), (7, 17280), (7, 40001)]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -110,6 +111,34 @@ def test_an_fp8_output_has_a_larger_error_after_dequantization(
     )  # fmt: skip
     errors = measured(kernel, added, "X1").errors
     assert errors is not None and 0.05 < errors.row_err < 0.07
+
+
+def test_outputs_that_overflow_float16_are_no_fault_of_a_kernel() -> None:
+    """Their error is unknown on the distribution, with the reason; elsewhere it is measured."""
+    kernel = KERNELS["torch.quantize_row+torch.emulated_row"]
+    half, plain = (
+        make_problem("gemm", (2048, 64, 1024), a=Operand(form))
+        for form in (Format.FLOAT16, Format.BFLOAT16)
+    )
+    overflows = measured(kernel, half, "X13(c=5000)")
+    assert overflows.status == "error"
+    assert "of 131072 outputs overflow float16, up to 65504" in overflows.reason
+    assert measured(kernel, plain, "X13(c=5000)").status == "ok"
+    found = measured(kernel, half, "X13")
+    assert found.status == "ok" and found.errors is not None
+    expected = measured(kernel, plain, "X13")
+    assert expected.errors is not None
+    assert found.errors.row_err < expected.errors.row_err  # 2^-11 of each output, not 2^-8
+    wrong = replace(kernel, launch=lambda a, b, out, *_: out.fill_(math.inf))
+    assert measured(wrong, half, "X13").status == "wrong"
+
+
+def test_quantized_operands_of_float16_outputs_are_made_from_float16() -> None:
+    """So that errors of `gemm` and `scaled_gemm` are the same rows."""
+    a = Operand(E4M3, Granularity.ROW)
+    scaled = make_problem("scaled_gemm", (64, 64, 64), a=a, out_format=Format.FLOAT16)
+    whole = make_problem("gemm", (64, 64, 64), a=Operand(Format.FLOAT16))
+    assert accuracy_problem(scaled, E4M3) == accuracy_problem(whole, E4M3)
 
 
 def test_operand_digests_depend_on_values_not_layout() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import functools
 import shutil
@@ -18,6 +19,7 @@ from tests.support.sharing import made_once, shared_folder
 HEADER = Path(__file__).with_name("cuda_on_host.hpp")
 NORM_HEADER = Path(__file__).with_name("norm_backward_on_host.hpp")
 TOGETHER_HEADER = Path(__file__).with_name("quantize_together_on_host.hpp")
+HALF_HEADER = Path(__file__).with_name("half_on_host.hpp")
 RUNTIME = Path(__file__).with_name("cuda_on_host.cpp")
 FOUND = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
 # `make` installs Zig, which brings a C++ compiler, where there is none.
@@ -134,7 +136,7 @@ def runtime() -> Path:
 
 @functools.cache
 def compiled(folder: Path, program: Program) -> Any:
-    name = f"{program.entry}_{'_'.join(str(value) for _, value in program.macros)}"
+    name = f"{Path(program.source).stem}_{'_'.join(str(value) for _, value in program.macros)}"
     text = f'#include "{Path(program.source).name}"\n{CALLS[program.entry]}'
     source = made_once(folder / f"{name}.cpp", lambda to: to.write_text(text))
     command = [
@@ -159,7 +161,8 @@ class HostLaunch:
         scalars: str,
         **_: Any,
     ) -> None:
-        self._run = compiled(folder, program)
+        self._folder = folder
+        self.program = program
         self._threads = threads
         self._types = (
             *[ctypes.c_uint] * 2,
@@ -167,8 +170,15 @@ class HostLaunch:
             *[C_TYPES[code] for code in scalars],
         )
 
+    def with_program(self, program: Program) -> HostLaunch:
+        """The launch of another program with the same parameters."""
+        made = copy.copy(self)
+        made.program = program
+        return made
+
     def __call__(
         self, grid: tuple[int, int, int], pointers: tuple[Tensor, ...], scalars: tuple[int, ...]
     ) -> None:
         values = (grid[0], self._threads, *[pointer.data_ptr() for pointer in pointers], *scalars)
-        self._run(*[of(value) for of, value in zip(self._types, values, strict=True)])
+        run = compiled(self._folder, self.program)
+        run(*[of(value) for of, value in zip(self._types, values, strict=True)])

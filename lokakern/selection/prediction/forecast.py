@@ -101,6 +101,13 @@ class Forecast:
         self.changes = [low, *edges, high + 1]
         self._m = np.array([_near(m, m_unit) for m in centers], np.int64)
 
+    def leave_out_errors(self, why: str) -> None:
+        """Count the errors of all candidates as unknown."""
+        self.candidates = tuple(
+            replace(c, errors={}, error_unknown=why, errors_at="", errors_predicted=False)
+            for c in self.candidates
+        )
+
     @cached_property
     def times_us(self) -> dict[str, NDArray[np.float64]]:
         """Predicted times by kernel, one for each cell of m."""

@@ -1,0 +1,115 @@
+"""float16 for kernels of this folder, whose files are part of the digests of rows in bfloat16.
+
+A program for float16 is that of bfloat16 with a file in front of its source (half_quantize.cuh,
+half_scaled_gemm.cuh), and with the same macros and launch parameters. This module, which is always
+loaded with the kernels, puts functions that know of it into the places of those that bind launches
+by types.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lokakern.driver import CudaLaunch
+from lokakern.kernels.cuda import (
+    quantize,
+    quantize_tensor,
+    quantize_tile,
+    quantize_together,
+    scaled_gemm,
+    scaled_gemm_unaligned,
+)
+from lokakern.kernels.cuda.tiles import Kind
+from lokakern.types import Epilogue
+
+# By the file of the program in bfloat16.
+SOURCES = {
+    "quantize.cu": "half_quantize.cu",
+    "quantize_together.cu": "half_quantize_together.cu",
+    "quantize_tiles_together.cu": "half_quantize_tiles_together.cu",
+    "quantize_tensor.cu": "half_quantize_tensor.cu",
+    "quantize_tile.cu": "half_quantize_tile.cu",
+    "scaled_gemm.cu": "half_scaled_gemm.cu",
+    "scaled_gemm_unaligned.cu": "half_scaled_gemm_unaligned.cu",
+}
+
+
+class HalfKind(Kind):
+    """What is computed, with an output in float16: no cache takes it for one in bfloat16."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, HalfKind) and tuple(self) == tuple(other)
+
+    def __ne__(self, other: object) -> bool:  # a tuple has its own
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash((HalfKind, *self))
+
+
+def _is_half(argument: Any) -> bool:
+    if isinstance(argument, quantize_together.Words):
+        argument = argument.source
+    return argument is torch.float16 or isinstance(argument, HalfKind)
+
+
+def _with_half(module: ModuleType, name: str = "bind") -> None:
+    """Let what binds launches in a module, and keeps them by signature, bind float16 too."""
+    plain: Callable[..., Any] = getattr(module, name).__wrapped__
+
+    @functools.lru_cache(maxsize=4096)
+    def bind(*signature: Any, **options: Any) -> Any:
+        bound = plain(*signature, **options)
+        if not any(map(_is_half, signature)):
+            return bound
+        if isinstance(bound, quantize.Bound):
+            return bound._replace(launch=_in_half(bound.launch))
+        return _in_half(bound)
+
+    setattr(module, name, bind)
+
+
+def _in_half(launch: CudaLaunch) -> CudaLaunch:
+    program = launch.program
+    source = Path(program.source)
+    return launch.with_program(replace(program, source=str(source.with_name(SOURCES[source.name]))))
+
+
+def _with_half_outputs() -> None:
+    plain = scaled_gemm._kind_of
+
+    def kind_of(
+        scales: str,
+        slices: Sequence[Tensor],
+        b: Tensor,
+        out: Tensor,
+        bias: Tensor | None,
+        epilogue: Epilogue,
+    ) -> Kind:
+        kind = plain(scales, slices, b, out, bias, epilogue)
+        return HalfKind(*kind) if out.dtype is torch.float16 else kind
+
+    scaled_gemm._kind_of = kind_of
+
+
+for _module in (
+    quantize,
+    quantize_tensor,
+    quantize_tile,
+    quantize_together,
+    scaled_gemm,
+    scaled_gemm_unaligned,
+):
+    _with_half(_module)
+_with_half(quantize_together, "bind_tiles")
+_with_half_outputs()

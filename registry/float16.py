@@ -1,0 +1,73 @@
+"""The kernels that take float16, which their files do not say.
+
+The text of a kernel's file is part of the digest of its rows, which were measured with bfloat16.
+What a kernel does with float16 stands here, where it makes no row stale: it is asked as for
+bfloat16 (`as_bfloat16`), runs the same program with other conversions, and `dispatch` takes its
+times in bfloat16 where it has none in float16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from lokakern.types import Format, Problem
+
+# Those of PyTorch and Triton convert whatever they read and write; those of CUDA have programs of
+# their own, see kernels/cuda/half.py.
+_TAKE_IT = ("torch.bf16", "torch.bf16_padded")
+_FAMILIES = (
+    "torch.quantize_",
+    "torch.dequantize_",
+    "torch.emulated_",
+    "triton.quantize_",
+    "triton.dequantize_",
+    "triton.scaled_gemm_",
+    "cuda.quantize_",
+    "cuda.scaled_gemm_",
+)
+_WRITTEN_FOR_BFLOAT16 = "_fast"  # its sums are worth no more
+
+
+def is_in(problem: Problem) -> bool:
+    """Whether an operand or the output is float16."""
+    return Format.FLOAT16 in _formats(problem)
+
+
+def as_bfloat16(problem: Problem) -> Problem:
+    """The problem with bfloat16 in the place of float16, which has as many bytes."""
+    right = problem.b and replace(problem.b, format=_twin(problem.b.format))
+    left = replace(problem.a, format=_twin(problem.a.format))
+    return replace(problem, a=left, b=right, out_format=_twin(problem.out_format))
+
+
+def _twin(form: Format) -> Format:
+    return Format.BFLOAT16 if form is Format.FLOAT16 else form
+
+
+def refusal(kernel: str, parts: Sequence[str], problem: Problem) -> str | None:
+    """Why a kernel does not take a problem with float16, or None.
+
+    Args:
+        kernel: Its name.
+        parts: Those of a composition, which asks them itself.
+        problem: With float16.
+    """
+    if Format.BFLOAT16 in _formats(problem):
+        return "operands and outputs are float16 and bfloat16; expected one of them"
+    for name in parts or (kernel,):
+        if not _takes(name):
+            return "takes no float16" if name == kernel else f"{name}: takes no float16"
+    return None
+
+
+def _takes(name: str) -> bool:
+    known = name in _TAKE_IT or name.startswith(_FAMILIES)
+    return known and not name.endswith(_WRITTEN_FOR_BFLOAT16)
+
+
+def _formats(problem: Problem) -> Iterator[Format]:
+    yield problem.a.format
+    yield problem.out_format
+    if problem.b is not None:
+        yield problem.b.format
