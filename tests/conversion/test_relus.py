@@ -19,7 +19,7 @@ from lokakern.conversion.convert import Conversion
 from lokakern.conversion.tune import Tuning, tune
 from lokakern.conversion.variants import OTHER_FORM
 from lokakern.errors import ChoicesError
-from lokakern.nn.compiled_form import DOT, SUMS
+from lokakern.nn.compiled_form import DOT, LOGIT, SUMS
 from lokakern.nn.linear import Linear
 from lokakern.nn.norm_gradient import KERNEL as GRADIENT_KERNEL
 from lokakern.nn.rectified import KERNEL
@@ -211,9 +211,10 @@ def test_gradients_behind_layers_are_joined_in_training_where_their_kernel_was_t
     handle = convert(model, 0.06)
     assert handle.joined == {"0": "layer relu linear", "3": "none relu"}
     assert handle.forms == {"0": SUMS, "3": SUMS, "5": DOT}
-    for options, forms in (({"inference": True}, {"5": DOT}), ({"between": False}, {})):
+    for options, forms in (({"inference": True}, {"5": LOGIT}), ({"between": False}, {})):
         other = convert(normed(), 0.06, **options)
         assert not other.joined and other.forms == forms
+    assert convert(normed(), None, inference=True).forms == {"5": DOT}  # as it is, but for layouts
     assert not convert(normed(), kernels="row").forms
     assert convert(normed().float(), 0.06).forms == handle.forms  # for autocast
     handle.use_routes({}, has_relus=False)  # as tuning decides
