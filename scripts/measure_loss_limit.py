@@ -186,7 +186,8 @@ def measure(name: str, asked: argparse.Namespace) -> dict[str, Any]:
                 equal = f"uniform {budget}"
                 built[equal], changes[equal] = other, found
                 break
-    times = steps_us({key: stepper(x, setting, whole=False) for key, x in built.items()})
+    steppers = {key: stepper(x, setting, whole=False) for key, x in built.items()}
+    times = steps_us(steppers)
     ratios = [a / b for a, b in zip(times[equal], times["limited"], strict=True)]
     gain, true, predicted = statistics.median(ratios), changes["limited"], outcome.predicted.mean
     return {
@@ -198,6 +199,7 @@ def measure(name: str, asked: argparse.Namespace) -> dict[str, Any]:
         "kept": [site.name for site in outcome.sites if site.is_kept],
         "judged": len(outcome.sites), "runs": outcome.runs, "summary": outcome.summary,
         "step_us": {key: statistics.median(us) for key, us in times.items()},
+        "timers": {key: f"{x.timer} {x.note}".strip() for key, x in steppers.items()},
         "equal_loss": equal, "faster_than_equal_loss": gain,
         "is_predicted": abs(true.mean - predicted) <= max(CLOSE * abs(predicted), TINY),
         "is_within": true.high <= asked.relative, "is_faster": gain >= LEAST_GAIN,

@@ -198,7 +198,10 @@ class DelayedScaling:
             return
         device = next(iter(states.values())).scales.device
         histories = [state[name]["history"] for name in states]
-        self._amax = torch.stack(histories, dim=1).to(device)
+        history = torch.stack(histories, dim=1).to(device)
+        if self._amax.shape != history.shape or self._amax.device != device:
+            self._amax = torch.empty_like(history)
+        self._amax.copy_(history)  # CUDA graphs know its address
         for name, own in states.items():
             own.scales.copy_(state[name]["scales"])
             own.amax.zero_()

@@ -248,11 +248,13 @@ def test_one_graph_serves_all_steps(main_grads: bool, where: str) -> None:
         )
         assert counters["stats"]["unique_graphs"] == int(is_compiled)
     (eager, a), (compiled, b) = results
-    assert (a.float() - b.float()).norm() < 0.01 * a.float().norm()
+    # Inductor rounds less between layers, and the GPU's fuses more.
+    apart = 0.01 if where == "cpu" else 0.03
+    assert (a.float() - b.float()).norm() < apart * a.float().norm()
     for site, scales in eager.items():
         assert len(scales) == 3
         for operand, scale in scales.items():
-            assert compiled[site][operand] == pytest.approx(scale, rel=0.01)
+            assert compiled[site][operand] == pytest.approx(scale, rel=apart)
 
 
 @where_there_is
@@ -327,6 +329,9 @@ def test_each_update_is_the_same_to_a_cuda_graph() -> None:
             handle.delayed_scaling.update()
         found.append(calls.found)
     assert found[0] and found[0] == found[1] == found[2]
+    kept = handle.delayed_scaling._amax
+    handle.delayed_scaling.load_state_dict(handle.delayed_scaling.state_dict())
+    assert handle.delayed_scaling._amax is kept, "a graph knows its address"
 
 
 def test_a_check_sees_what_saturates() -> None:

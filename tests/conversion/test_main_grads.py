@@ -90,9 +90,9 @@ def test_micro_batches_add_up_as_in_float64(kernels: Any, where: str) -> None:
         in_bf16 += (parts[0].float() @ parts[1].float().t()).bfloat16()
     assert layer.weight.grad is None
     assert main_grad(layer).dtype is torch.float32
-    # Tensor cores add products of FP8 with 14 bits.
-    limit = 5e-4 if where == "cuda" and kernels is FP8 else 1e-6
-    assert distance(main_grad(layer), exact) < limit < 1e-3 < distance(in_bf16, exact)
+    # Tensor cores add products of FP8 with 14 bits, see `PROMOTED_KERNEL_ERR_BOUND`.
+    limit = 1e-6 if where == "cpu" else 2e-3 if kernels is FP8 else 1e-5
+    assert distance(main_grad(layer), exact) < limit < 3e-3 < distance(in_bf16, exact)
     assert layer.bias.grad is not None
     assert handle.main_grads.left == {}
 
@@ -173,7 +173,8 @@ def test_one_graph_adds_in_place(kernels: Any, where: str) -> None:
     assert counters["stats"]["unique_graphs"] == 1
     for layer, expected in zip((model[0], model[2]), eager, strict=True):
         assert layer.weight.grad is None
-        assert distance(main_grad(layer), expected) < 5e-3  # Inductor rounds less between layers
+        # Inductor rounds less between layers, and the GPU's fuses more.
+        assert distance(main_grad(layer), expected) < (5e-3 if where == "cpu" else 2e-2)
 
 
 @pytest.mark.gpu
@@ -202,7 +203,7 @@ def test_a_cuda_graph_adds_in_each_replay(is_compiled: bool, kernels: Any) -> No
             x.copy_(batch(seed + place))
         graph.replay()
     for layer, expected in zip((model[0], model[2]), eager, strict=True):
-        assert distance(main_grad(layer), expected) < 5e-3
+        assert distance(main_grad(layer), expected) < (2e-2 if is_compiled else 2e-3)
 
 
 @where_there_is
@@ -216,7 +217,7 @@ def test_graphs_that_are_kept_add_in_any_order(where: str) -> None:
     main_grad(model[0]).zero_()
     for seed in range(3):
         model(batch(seed).to(where)).float().sum().backward()
-    assert distance(found, main_grad(model[0])) < 5e-3
+    assert distance(found, main_grad(model[0])) < (5e-3 if where == "cpu" else 2e-2)
 
 
 def test_the_op_is_as_torch_wants_ops() -> None:
