@@ -68,8 +68,7 @@ class DelayedScaling:
         self.history, self.margin = history, margin
         self._sites = sites
         self._keys = {name: f"{key[:12]}.{place}" for place, name in enumerate(sites)}
-        self._amax = torch.empty(0)  # [history, layers, operands]
-        self._place = 0  # of the next step
+        self._amax = torch.empty(0)  # [history, layers, operands], the last step last
 
     def marked(self, name: str, text: str) -> str:
         """A route of a site with its key, if delayed scaling applies to it."""
@@ -105,7 +104,8 @@ class DelayedScaling:
     def update(self, group: Any = None) -> None:
         """Compute new scales; once after each step of the optimizer.
 
-        With several ranks the largest amax of all of them counts, in one all-reduce.
+        With several ranks the largest amax of all of them counts, in one all-reduce. A CUDA graph
+        of a step may contain it, if the steps before the capture called it.
 
         Args:
             group: Of torch.distributed; None: the default one.
@@ -129,8 +129,8 @@ class DelayedScaling:
         if self._amax.shape[1:] != now.shape or self._amax.device != device:
             kept = self._amax.to(device) if self._amax.shape[1:] == now.shape else None
             self._amax = now.new_zeros((self.history, *now.shape)) if kept is None else kept
-        self._amax[self._place] = now
-        self._place = (self._place + 1) % self.history
+        self._amax.copy_(self._amax.roll(-1, 0))  # no place of the host's: CUDA graphs repeat it
+        self._amax[-1] = now
         most = self._amax.amax(0)
         # Divided by a tensor: torch multiplies by the reciprocal of a number on GPUs.
         largest = torch.full_like(most, torch.finfo(fp8_on(device)).max)
@@ -168,7 +168,7 @@ class DelayedScaling:
         states = self._states()
         recent = torch.zeros(self.history, len(states), 3)
         if self._amax.shape == recent.shape:  # else nothing was recorded
-            recent = self._amax.roll(-self._place, 0).cpu()
+            recent = self._amax.cpu()
         return {
             name: {
                 "history": recent[:, place].clone(),
@@ -198,7 +198,10 @@ class DelayedScaling:
             return
         device = next(iter(states.values())).scales.device
         histories = [state[name]["history"] for name in states]
-        self._amax, self._place = torch.stack(histories, dim=1).to(device), 0
+        history = torch.stack(histories, dim=1).to(device)
+        if self._amax.shape != history.shape or self._amax.device != device:
+            self._amax = torch.empty_like(history)
+        self._amax.copy_(history)  # CUDA graphs know its address
         for name, own in states.items():
             own.scales.copy_(state[name]["scales"])
             own.amax.zero_()

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -53,8 +54,9 @@ if TYPE_CHECKING:
 FEWEST_BATCHES = 4  # two for an interval, in each half
 BINS = 1000  # of the limit, in which the knapsack counts losses
 MOST_TRIES = 10  # sets that are measured together
+MOST_ALONE = 32  # batches of each layer alone, whose change varies less than that of all together
 NOISE = 0.1  # of the limit: what two runs of a batch may differ by
-SHRINK = (0.4, 0.7)  # the next set may lose so much of what the last one might, by its excess
+SHRINK = (0.4, 0.9)  # the next set may lose so much of what the last one might
 Dtypes = tuple[torch.dtype, torch.dtype]  # of input and weight
 UNKNOWN_GAIN_US = 1e-3  # of a product without a time at these rows: FP8 rather than not
 EAGER_ONLY = "in FP8 in eager calls only, such as the loss; compiled code leaves it in bf16"
@@ -129,7 +131,8 @@ class LossLimit:
         sites: The outcome for each layer and chain.
         relative: The limit.
         before: Change of the loss with everything in FP8, on the first half of the batches.
-        predicted: Sum of the changes by the sites that are kept.
+        predicted: Change with the sites that are kept, on the first half, which chose them.
+        added: Sum of the changes by these sites, each alone.
         change: Change with these, on the second half; told because it is within the limit, so that
             its interval is a little optimistic.
         front: For several limits, the sum of the changes and of the predicted gains in microseconds
@@ -145,7 +148,8 @@ class LossLimit:
     sites: tuple[LimitedSite, ...]
     relative: float
     before: LossChange
-    predicted: float
+    predicted: LossChange
+    added: float
     change: LossChange
     front: tuple[tuple[float, float, float], ...]
     runs: int
@@ -204,8 +208,9 @@ class LossLimit:
         )
         return (
             f"loss {self.change.mean:+.1e} ({self.change.low:+.1e} to {self.change.high:+.1e} in "
-            f"95 %, {self.change.batches} other batches; predicted {self.predicted:+.1e}), limit "
-            f"{self.relative:.1e}; everything in FP8 {self.before.mean:+.1e}. "
+            f"95 %, {self.change.batches} other batches; predicted {self.predicted.mean:+.1e} by "
+            f"the first half, {self.added:+.1e} by each alone), limit {self.relative:.1e}; "
+            f"everything in FP8 {self.before.mean:+.1e}. "
             f"{len(kept)} of {len(self.sites)} products and chains kept, {gains[0]:.0f} of "
             f"{gains[1]:.0f} us of predicted gain. By limit, by changes of the first half alone, "
             f"not confirmed on the second: {others}. {self.runs} runs in "
@@ -520,7 +525,8 @@ class _Trial:
         self._kept: list[Option] = []
         self._failed: list[tuple[frozenset[int], LossChange, str]] = []  # sets, on which half
         self._share = 0.0  # of the work that is done
-        self._before = self._after = LossChange(0.0, 0.0, 0.0, len(self._second))
+        self._before = self._chosen = LossChange(0.0, 0.0, 0.0, len(self._first))
+        self._after = replace(self._chosen, batches=len(self._second))
 
     def run(self, relative: float) -> Off:
         """The groups that are off at the end."""
@@ -529,7 +535,9 @@ class _Trial:
         self._check_repeats(relative)
         self._before = self._change(self._free, self._first)
         self._items = self._measured_items()
-        target, tried = relative, set()
+        # If everything is within the limit, a sum beyond it is noise, which counts above 0 alone.
+        is_all = self._before.high <= relative
+        target, tried = sys.float_info.max if is_all else relative, set()
         for _ in range(MOST_TRIES):
             some = best_within(self._items, target)
             while some and self._on(some) in tried:  # which seem to cost nothing
@@ -538,15 +546,18 @@ class _Trial:
                 break
             on = self._on(some)
             tried.add(on)
-            found, half = self._change(on, self._first), "first"
+            chosen = self._before if on == self._free else self._change(on, self._first)
+            found, half = chosen, "first"
             if found.high <= relative:
                 found, half = self._change(on, self._second), "second"
             if found.high <= relative:
-                self._kept, self._after = some, found
+                self._kept, self._chosen, self._after = some, chosen, found
                 return self._free - on
             self._failed.append((on, found, half))
-            spent = sum(option.loss for option in some) or target
-            target = min(target, spent) * min(max(SHRINK[0], relative / found.high), SHRINK[1])
+            spent = sum(option.loss for option in some) or relative
+            left = relative - (found.high - found.mean)  # for the mean, in an interval as wide
+            share = left / found.mean if found.mean > 0 else 0.0
+            target = min(target, spent) * min(max(SHRINK[0], share), SHRINK[1])
         return self._free
 
     def outcome(
@@ -571,8 +582,8 @@ class _Trial:
             within = best_within(self._items, limit) if self._items else []
             front.append((limit, sum(map(self._mean, within)), sum(o.gain_us for o in within)))
         return LossLimit(
-            tuple(sites), relative, self._before, sum(map(self._mean, self._kept)), self._after,
-            tuple(front), self.runs, seconds, unseen, unjudged, file,
+            tuple(sites), relative, self._before, self._chosen, sum(map(self._mean, self._kept)),
+            self._after, tuple(front), self.runs, seconds, unseen, unjudged, file,
         )  # fmt: skip
 
     def _why(self, place: int, limit: float) -> str:
@@ -610,6 +621,7 @@ class _Trial:
 
     def _measured_items(self) -> list[list[Option]]:
         """Each chain, or its layers without it; and each other product."""
+        batches = self._first[:MOST_ALONE]
         items: list[list[tuple[int, frozenset[int]]]] = []  # what it is named by, and what is on
         left = set(self._free)
         for place in sorted(self._free):
@@ -623,14 +635,14 @@ class _Trial:
                 whole = [(place, inside | {place})]
                 items.append([*whole, (-1, inside)] if inside else whole)
                 for other in inside:
-                    self._alone[other] = self._change(frozenset({other}), self._first)
+                    self._alone[other] = self._change(frozenset({other}), batches)
         items += [[(place, frozenset({place}))] for place in sorted(left)]
         found = []
         for number, ways in enumerate(items):
             self._share = 0.9 * number / len(items)
             options = []
             for place, on in ways:
-                change = self._change(on, self._first)
+                change = self._change(on, batches)
                 self._changes[on] = change
                 if place >= 0:
                     self._alone[place] = change

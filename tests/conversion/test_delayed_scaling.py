@@ -1,6 +1,6 @@
 """Operands have tensorwise scales from their amax in earlier steps.
 
-Kernels are emulated here.
+Kernels are emulated here; some of these tests run on a GPU, too.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import lokakern
+from lokakern.bench.models.throughput import aside
 from lokakern.conversion.convert import Conversion
 from lokakern.distributed.fsdp2_gather import Gathering
 from lokakern.errors import FormatError, ShapeError, UnknownNameError, UnsupportedError
@@ -26,22 +29,24 @@ from tests.support.two_ranks import results_of_two_ranks
 SEEDS = (0,)
 K, N, M = 64, 48, 32
 MAX = 448.0
+WHERE = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
+where_there_is = pytest.mark.parametrize("where", WHERE)
 
 
 def batch(seed: int, m: int = M, k: int = K) -> Tensor:
     return torch.randn(m, k, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def layer_of(n: int = N, **options: Any) -> tuple[nn.Linear, Conversion]:
+def layer_of(n: int = N, where: str = "cpu", **options: Any) -> tuple[nn.Linear, Conversion]:
     torch.manual_seed(0)
-    layer = nn.Linear(K, n).bfloat16()
+    layer = nn.Linear(K, n).bfloat16().to(where)
     options = {"kernels": "tensor", "scaling": "delayed", **options}
     return layer, lokakern.convert(layer, **options)
 
 
-def model_of(**options: Any) -> tuple[nn.Sequential, Conversion]:
+def model_of(where: str = "cpu", **options: Any) -> tuple[nn.Sequential, Conversion]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(K, N), nn.ReLU(), nn.Linear(N, 32)).bfloat16()
+    model = nn.Sequential(nn.Linear(K, N), nn.ReLU(), nn.Linear(N, 32)).bfloat16().to(where)
     options = {"kernels": "tensor", "scaling": "delayed", **options}
     return model, lokakern.convert(model, **options)
 
@@ -53,19 +58,24 @@ def scales_of(handle: Conversion, site: str = "") -> list[float]:
 # --- scales
 
 
-def test_the_same_operands_give_the_bits_of_dynamic_scaling() -> None:
-    """At first because scales are dynamic, and then because the amax is that of the step before."""
-    layer, handle = layer_of()
-    dynamic, _ = layer_of(scaling="dynamic")
-    given = batch(1), batch(2, k=N)
+@where_there_is
+def test_the_same_operands_give_the_bits_of_dynamic_scaling(where: str) -> None:
+    """At first because scales are dynamic, and then because the amax is that of the step before.
+
+    Quantizers get slices of scales and amax that start every 4 bytes.
+    """
+    layer, handle = layer_of(where=where)
+    dynamic, _ = layer_of(where=where, scaling="dynamic")
+    given = batch(1).to(where), batch(2, k=N).to(where)
     expected = passed(dynamic, *given)
-    for _ in range(3):
+    for _ in range(5):  # warm calls are replayed
         assert same(passed(layer, *given), expected)
         handle.delayed_scaling.update()
     scales = scales_of(handle)
     operands = (given[0], layer.weight, given[1])
     for scale, x in zip(scales, operands, strict=True):
-        assert scale == (x.detach().float().abs().max() / torch.tensor(MAX)).item()
+        most = x.detach().float().abs().max()
+        assert scale == (most / torch.tensor(MAX, device=where)).item()
     assert handle.delayed_scaling.products == ["/output", "/grad_input", "/grad_weight"]
     assert handle.delayed_scaling.left == []
 
@@ -141,16 +151,17 @@ def test_zeros_and_steps_without_a_call_keep_the_scale() -> None:
     assert scales_of(handle) == before
 
 
-def test_non_finite_elements_are_no_amax() -> None:
-    layer, handle = layer_of()
-    x = batch(1)
+@where_there_is
+def test_non_finite_elements_are_no_amax(where: str) -> None:
+    layer, handle = layer_of(where=where)
+    x = batch(1).to(where)
     most = x.float().abs().max().item()
     for value in (float("nan"), float("inf"), float("-inf")):
         for _ in range(2):  # dynamic, then delayed
             bad = x.clone()
             bad[3, 5] = value
             y = layer(bad)
-            y.backward(batch(2, k=N))
+            y.backward(batch(2, k=N).to(where))
             assert y[3].isnan().all()
             assert y[:3].isfinite().all()
             handle.delayed_scaling.update()
@@ -183,16 +194,18 @@ def test_evaluation_is_dynamic_and_leaves_the_history() -> None:
     assert scales_of(handle) == before
 
 
+@where_there_is
 @pytest.mark.parametrize("m", [M, 17])
-def test_float32_weights_under_autocast(m: int) -> None:
+def test_float32_weights_under_autocast(m: int, where: str) -> None:
     torch.manual_seed(0)
-    layers = [nn.Linear(K, N), nn.Linear(K, N)]
+    layers = [nn.Linear(K, N, device=where), nn.Linear(K, N, device=where)]
     layers[1].load_state_dict(layers[0].state_dict())
     handle = lokakern.convert(layers[0], kernels="tensor", scaling="delayed")
     lokakern.convert(layers[1], kernels="tensor")
     for _ in range(2):
-        with torch.autocast("cpu", torch.bfloat16):
-            found, expected = (passed(x, batch(1, m), batch(2, m, N)) for x in layers)
+        given = batch(1, m).to(where), batch(2, m, N).to(where)
+        with torch.autocast(where, torch.bfloat16):
+            found, expected = (passed(x, *given) for x in layers)
         assert same(found, expected)
         handle.delayed_scaling.update()
 
@@ -216,16 +229,17 @@ def test_other_products_stay_as_they_are() -> None:
 # --- in compiled code, with main gradients, checks
 
 
+@where_there_is
 @pytest.mark.parametrize("main_grads", [False, True])
-def test_one_graph_serves_all_steps(main_grads: bool) -> None:
+def test_one_graph_serves_all_steps(main_grads: bool, where: str) -> None:
     results = []
     for is_compiled in (False, True):
-        model, handle = model_of(main_grads=main_grads)
+        model, handle = model_of(where, main_grads=main_grads)
         torch._dynamo.reset()
         counters.clear()
         call: Any = torch.compile(model, fullgraph=True) if is_compiled else model
         for step in range(4):
-            call((1 + step) * batch(step)).float().square().sum().backward()
+            call((1 + step) * batch(step).to(where)).float().square().sum().backward()
             handle.delayed_scaling.update()
         weight: Any = model[0].weight
         assert (weight.grad is None) is main_grads
@@ -234,27 +248,90 @@ def test_one_graph_serves_all_steps(main_grads: bool) -> None:
         )
         assert counters["stats"]["unique_graphs"] == int(is_compiled)
     (eager, a), (compiled, b) = results
-    assert (a.float() - b.float()).norm() < 0.01 * a.float().norm()
+    # Inductor rounds less between layers, and the GPU's fuses more.
+    apart = 0.01 if where == "cpu" else 0.03
+    assert (a.float() - b.float()).norm() < apart * a.float().norm()
     for site, scales in eager.items():
         assert len(scales) == 3
         for operand, scale in scales.items():
-            assert compiled[site][operand] == pytest.approx(scale, rel=0.01)
+            assert compiled[site][operand] == pytest.approx(scale, rel=apart)
 
 
-def test_main_gradients_are_products_of_the_delayed_operands() -> None:
-    layer, handle = layer_of(main_grads=True)
-    other, its = layer_of()
+@where_there_is
+def test_main_gradients_are_products_of_the_delayed_operands(where: str) -> None:
+    layer, handle = layer_of(where=where, main_grads=True)
+    other, its = layer_of(where=where)
     for seed in range(3):
-        given = 2**seed * batch(seed), batch(9, k=N)
+        given = 2**seed * batch(seed).to(where), batch(9, k=N).to(where)
         layer.weight.main_grad.zero_()  # type: ignore[union-attr, operator]
         passed(layer, *given)
         expected = passed(other, *given)[2]
         found: Any = layer.weight
-        torch.testing.assert_close(found.main_grad.bfloat16(), expected)
+        apart = (found.main_grad - expected.float()).norm() / expected.float().norm()
+        assert apart < 0.004, "bfloat16 rounds by 0.2 %"
         assert not torch.equal(found.main_grad, expected.float()), "nothing is rounded"
         for x in (handle, its):
             x.delayed_scaling.update()
     assert scales_of(handle) == scales_of(its)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("holds_update", [False, True])
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_cuda_graph_of_a_step_advances_the_history(is_compiled: bool, holds_update: bool) -> None:
+    model, handle = model_of("cuda", history=3)
+    call: Any = torch.compile(model, fullgraph=True) if is_compiled else model
+    x = batch(0).cuda()
+
+    def step(with_update: bool = True) -> None:
+        call(x).float().square().sum().backward()
+        if with_update:
+            handle.delayed_scaling.update()
+
+    with aside(True):
+        for _ in range(3):
+            step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(holds_update)
+    largest = []
+    for seed, size in enumerate((1.0, 8.0, 2.0, 0.5, 0.25, 0.125)):
+        x.copy_(size * batch(seed))
+        graph.replay()
+        if not holds_update:
+            handle.delayed_scaling.update()
+        largest.append(x.float().abs().max().item())
+        before = [batch(0).float().abs().max().item()] * 3
+        expected = max([*before, *largest][-3:]) / MAX
+        assert scales_of(handle, "0")[0] == pytest.approx(expected, rel=1e-6)
+
+
+class _Calls(TorchDispatchMode):
+    """Operators that run, with their arguments but tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = tree_leaves((args, kwargs or {}))
+        self.found.append((func, [x for x in given if not isinstance(x, Tensor)]))
+        return func(*args, **kwargs or {})
+
+
+def test_each_update_is_the_same_to_a_cuda_graph() -> None:
+    layer, handle = layer_of(history=3)
+    passed(layer, batch(1), batch(2, k=N))
+    handle.delayed_scaling.update()
+    found = []
+    for _ in range(3):
+        with _Calls() as calls:
+            handle.delayed_scaling.update()
+        found.append(calls.found)
+    assert found[0] and found[0] == found[1] == found[2]
+    kept = handle.delayed_scaling._amax
+    handle.delayed_scaling.load_state_dict(handle.delayed_scaling.state_dict())
+    assert handle.delayed_scaling._amax is kept, "a graph knows its address"
 
 
 def test_a_check_sees_what_saturates() -> None:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import lokakern
+from lokakern.conversion import loss_limit
 from lokakern.conversion.convert import Conversion
 from lokakern.conversion.loss_limit import (
     BINS,
@@ -113,10 +114,11 @@ def test_within_a_wide_limit_everything_stays(known: Book) -> None:
     assert all(site.kernels == (ROW,) for site in found.sites)
     assert found.change.batches == 4 and found.change.high <= 1.0
     # Independent errors of layers that are added: squares add up.
-    assert found.predicted == pytest.approx(found.change.mean, rel=0.2)
+    assert found.added == pytest.approx(found.change.mean, rel=0.2)
+    assert found.predicted == found.before
     assert found.before.mean == pytest.approx(found.change.mean, rel=0.2)
-    # Without FP8, twice more of one batch, with all, four alone, and what is kept on both halves.
-    assert found.runs == 8 + 2 + 4 + 4 * 4 + 4 + 4
+    # Without FP8, twice more of one batch, with all on both halves, and four alone.
+    assert found.runs == 8 + 2 + 4 + 4 + 4 * 4
     assert "4 of 4 products and chains kept, 20 of 20 us" in found.summary
     assert found.summary in repr(found)
     assert [limit for limit, _, _ in found.front] == [0.25, 0.5, 1.0, 2.0, 4.0]
@@ -132,7 +134,9 @@ def test_the_layer_that_costs_the_loss_goes(known: Book) -> None:
     assert in_fp8(handle) == [EVERY[0], EVERY[1], EVERY[3]]
     assert [site.is_kept for site in found.sites] == [True, True, False, True]
     assert 0 < found.change.high <= limit
-    assert found.predicted == pytest.approx(found.change.mean, rel=0.3)
+    assert found.added == pytest.approx(found.change.mean, rel=0.3)
+    assert found.predicted.batches == 4 and found.predicted.mean != found.change.mean
+    assert found.predicted.mean == pytest.approx(found.change.mean, rel=0.3)
     gains = [gain_us for _, _, gain_us in found.front]
     assert gains == sorted(gains) and gains[2] == 15.0 and gains[-1] == 20.0
     why = handle.sites[EVERY[2]].routes[0].why
@@ -165,7 +169,7 @@ def test_within_no_limit_nothing_stays_and_bits_are_those_of_nn_linear(known: Bo
     model, plain = model_of(), model_of()
     found, handle = limited(model, 1e-12)
     assert not in_fp8(handle) and not any(site.is_kept for site in found.sites)
-    assert (found.change.mean, found.predicted) == (0.0, 0.0)
+    assert (found.change.mean, found.predicted.mean, found.added) == (0.0, 0.0, 0.0)
     assert all(torch.equal(model(x), plain(x)) for x in batches())
     handle.undo()
     assert all(type(part) is nn.Linear for part in model.parts)
@@ -188,6 +192,28 @@ def test_a_set_that_loses_more_than_its_layers_is_made_smaller(
     handle = convert(model, 0.06)
     found = handle.limit_loss(loss, batches(), relative=4 * one)
     assert len(in_fp8(handle)) == 1 and found.change.high <= 4 * one
+
+
+def test_everything_stays_if_together_it_is_within_the_limit(known: Book) -> None:
+    """Also where single changes add up to more, as noise does that counts only above zero."""
+    model = model_of()
+    handle = convert(model, 0.06)
+
+    def loss(x: Tensor) -> float:
+        model(x)
+        return 1.0 + (1e-3 if len(in_fp8(handle)) == 1 else 1e-4 * bool(in_fp8(handle)))
+
+    found = handle.limit_loss(loss, batches(), relative=2e-4)
+    assert in_fp8(handle) == EVERY
+    assert found.change.mean == found.predicted.mean == pytest.approx(1e-4, rel=1e-6)
+    assert found.added == pytest.approx(4e-3, rel=1e-6)
+
+
+def test_layers_alone_run_on_few_batches(known: Book, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_limit, "MOST_ALONE", 2)
+    found, _ = limited(model_of(), 1.0)
+    assert {site.change.batches for site in found.sites} == {2}
+    assert found.before.batches == found.predicted.batches == found.change.batches == 4
 
 
 def test_the_second_half_of_the_batches_has_a_say(known: Book) -> None:
