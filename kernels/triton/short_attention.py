@@ -25,7 +25,8 @@ from lokakern.jit import TritonLauncher
 MOST_KEYS = 128
 MOST_COLUMNS = 128
 LEAST_TILE = 16  # of tensor cores
-NO_BIAS, ADDS, EXCLUDES = 0, 1, 2
+NO_BIAS, EXCLUDES = 0, 2
+ADDS = tl.constexpr(1)
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -93,7 +94,7 @@ def short_attention_kernel(
             found = tl.load(at + row[:, None] * bias_row, has_row & is_read, other=0.0)
         else:
             found = tl.load(at, is_read, other=0.0)
-        if BIAS == 1:
+        if BIAS == ADDS:
             score += found.to(tl.float32) * LOG2_E
         else:
             is_read = is_read & (found == 0)
@@ -156,10 +157,11 @@ def short_attention(
     out = q.new_empty((batch, queries, heads, d))
     if not out.numel():
         return out
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    q, k, v = (x if x.stride(-1) == 1 and _is_near(x) else x.contiguous() for x in (q, k, v))
+    bias = bias if bias is None or _is_near(bias) else bias.contiguous()
     *tile, warps = tile_of(queries, keys, d)
     strides = [stride for x in (q, k, v) for stride in _steps(x)[:3]]
-    kind = NO_BIAS if bias is None else EXCLUDES if bias.dtype is torch.bool else ADDS
+    kind = NO_BIAS if bias is None else EXCLUDES if bias.dtype is torch.bool else ADDS.value
     if bias is None:
         bias = q
     elif bias.dtype is torch.bool:
@@ -174,6 +176,14 @@ def short_attention(
         1,
     )
     return out
+
+
+def _is_near(x: Tensor) -> bool:
+    """Whether offsets within a sample are less than 2^31, as the kernel computes them."""
+    return (
+        sum((size - 1) * step for size, step in zip(x.shape[1:], _steps(x)[1:], strict=True))
+        < 2**31
+    )
 
 
 def _steps(x: Tensor) -> list[int]:

@@ -22,8 +22,11 @@ def sum_to_vectors(graph: fx.Graph) -> None:
     """Write sums over the first dimensions as sums over rows of a matrix."""
     for node in list(graph.find_nodes(op="call_function", target=aten.sum.dim_IntList)):
         x: Any = node.args[0]
-        of, result, dims = value(x), value(node), node.args[1]
-        if of is None or result is None or result.dim() == 1 or not dims:
+        of, result = value(x), value(node)
+        dims: Any = node.args[1] if len(node.args) > 1 else None
+        if of is None or result is None or result.dim() == 1 or not dims or not of.numel():
+            continue
+        if not of.dim():
             continue
         over = sorted(dim % of.dim() for dim in dims)
         if over != list(range(len(over))) or len(over) == of.dim():

@@ -40,7 +40,7 @@ OPS = (
 )  # fmt: skip
 _FILES = (
     "graph_passes.py", "concatenated_tokens.py", "summed_norm.py", "normalized_blocks.py",
-    "short_attention.py", "flat_sums.py", "graph_edit.py",
+    "short_attention.py", "flat_sums.py", "graph_edit.py", "inductor.py", "logit.py",
 )  # fmt: skip
 # A pass of this class is told whether a graph is of inference; earlier torch has none.
 _TOLD: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", None)

@@ -24,7 +24,7 @@ def keep_blocks(graph: fx.Graph) -> None:
     for view in list(graph.nodes):
         blocks = value(view.args[0]) if view.target in RESHAPES else None
         rows = value(view)
-        if blocks is None or rows is None or blocks.dim() < 2 or blocks.shape[-2] == 1:
+        if blocks is None or rows is None or blocks.dim() < 2 or 1 in blocks.shape[-2:]:
             continue
         is_merged = rows.shape == (*blocks.shape[:-2], blocks.shape[-2:].numel())
         if is_merged and _has_value_of_block(view.args[0], blocks.shape):
@@ -51,7 +51,11 @@ def _has_value_of_block(node: fx.Node, blocks: torch.Size) -> bool:
 
 
 def _is_elementwise(node: fx.Node) -> bool:
-    return torch.Tag.pointwise in getattr(node.target, "tags", ())
+    target: Any = node.target
+    if torch.Tag.pointwise not in getattr(target, "tags", ()):
+        return False
+    # A copy has a format of memory, for so many dimensions.
+    return target is not aten.clone.default and not target._schema.is_mutable
 
 
 def _move_behind_readers(view: fx.Node) -> None:

@@ -47,17 +47,19 @@ def _short_attention(
 
         return short_attention(q, k, v, bias, scale, causal, zeros, silu)
     score = q.float() @ k.float().mT * scale
-    if bias is not None:
-        is_mask = bias.dtype is torch.bool
-        score = score.masked_fill(bias, -math.inf) if is_mask else score + bias.float()
+    left_out = torch.zeros_like(score, dtype=torch.bool)
+    if bias is not None and bias.dtype is torch.bool:
+        left_out |= bias
+    elif bias is not None:
+        score = score + bias.float()
     if causal:
-        is_late = torch.ones(score.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        score = score.masked_fill(is_late, -math.inf)
+        left_out |= torch.ones_like(left_out).triu(1)
     if silu:
-        p = silu * score * score.sigmoid()
+        p = (silu * score * score.sigmoid()).masked_fill(left_out, 0.0)
     else:
+        score = score.masked_fill(left_out, -math.inf)
         p = score.softmax(-1)
-        p = p.nan_to_num(0.0) if zeros else p
+        p = p.masked_fill((score == -math.inf).all(-1, keepdim=True), 0.0) if zeros else p
     return (p @ v.float()).to(q.dtype).transpose(1, 2).contiguous()
 
 
@@ -105,9 +107,22 @@ def attend_at_once(graph: fx.Graph) -> None:
             found = _of_fused(node)
         elif node.target is aten.bmm.default:
             found = _of_products(node)
-        if found is not None:
+        views = [] if found is None else _views_of(found.out)
+        if found is not None and all(x.target is not aten.as_strided.default for x in views):
+            for view in views:  # of other strides, now and then
+                view.target = aten.reshape.default if view.target in RESHAPES else view.target
             _write(found)
     graph.eliminate_dead_code()
+
+
+def _views_of(node: fx.Node) -> list[fx.Node]:
+    """All views of a node, and views of these."""
+    found = []
+    for user in node.users:
+        schema = getattr(user.target, "_schema", None)
+        if schema and any(x.alias_info and not x.alias_info.is_write for x in schema.arguments):
+            found += [user, *_views_of(user)]
+    return found
 
 
 def _fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -143,6 +158,8 @@ def _of_fused(node: fx.Node) -> _Found | None:
     scale = given.get("scale")
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     causal = bool(given.get("is_causal", False))
+    if causal and q.shape[2] != k.shape[2]:  # FlashAttention aligns the mask at the last key
+        return None
     return _Found(out, given["query"], given["key"], given["value"], bias, scale, causal)
 
 
@@ -150,14 +167,17 @@ def _without_copies(bias: fx.Node) -> fx.Node:
     """A bias before it is expanded and its rows are aligned, which wrote it for each query."""
     while True:
         source: Any = bias.args[0] if bias.args else None
-        if bias.target is aten.expand.default and value(source) is not None:
-            if source.meta["val"].dim() != bias.meta["val"].dim():
+        of, whole = value(source), value(bias)
+        if bias.target is aten.expand.default and of is not None and whole is not None:
+            if of.dim() != whole.dim():
                 return bias
             bias = source
         elif bias.target is aten.slice.Tensor and source.target is aten.constant_pad_nd.default:
             before = source.args[0]
-            is_whole = before.meta["val"].shape == bias.meta["val"].shape
-            if not is_whole or any(source.args[1][::2]):
+            of = value(before)
+            is_whole = of is not None and whole is not None and of.shape == whole.shape
+            start = bias.args[2] if len(bias.args) > 2 else 0
+            if not is_whole or start != 0 or any(source.args[1][::2]):
                 return bias
             bias = before
         else:
@@ -190,10 +210,15 @@ def _of_products(read: fx.Node) -> _Found | None:
     if q is None or k is None or v is None or not _fits(q, k.mT, v):
         return None
     batch = (of.shape[0], of.shape[1] if of.dim() == 4 else 1)
-    if batch[0] * batch[1] != q.shape[0] or read.meta["val"].dtype is not q.dtype:
+    if batch[0] * batch[1] != q.shape[0] or of.shape[-2:] != (q.shape[1], k.shape[2]):
+        return None
+    result = read.meta["val"]
+    if result.dtype is not q.dtype or result.shape != q.shape:
         return None
     if bias is not None and not _is_bias(bias, (*batch, *of.shape[-2:])):
         return None
+    if silu and bias is not None and bias.meta["val"].dtype is torch.bool:
+        return None  # silu of minus infinity is NaN
     with read.graph.inserting_before(read):
         left, right, last = (_by_heads(node, batch) for node in (left, right, v_node))
         turned = add(read.graph, aten.permute.default, right, [0, 1, 3, 2])
@@ -243,10 +268,16 @@ def _silu_of(node: fx.Node) -> fx.Node | None:
 def _only_source(node: Any, through: tuple[Any, ...] | frozenset[Any]) -> fx.Node | None:
     """What a node is made of by some operators, if nothing else reads what is between."""
     while isinstance(node, fx.Node) and len(node.users) == 1:
-        if node.target not in through:
+        if node.target not in through or not _keeps_digits(node):
             return node
         node = node.args[0]
     return None
+
+
+def _keeps_digits(node: fx.Node) -> bool:
+    """Whether it is no cast to integers or to FP8."""
+    dtypes = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+    return node.target is not prims.convert_element_type.default or node.args[1] in dtypes
 
 
 def _softmax_of(node: fx.Node) -> fx.Node | None:
@@ -257,9 +288,12 @@ def _softmax_of(node: fx.Node) -> fx.Node | None:
     if not isinstance(exp, fx.Node) or exp.target is not aten.exp.default:
         return None
     less: Any = exp.args[0]
-    if less.target is not aten.sub.Tensor or not isinstance(total, fx.Node):
+    if less.target is not aten.sub.Tensor or less.kwargs:
         return None
     x, most = less.args
+    if not (isinstance(x, fx.Node) and isinstance(most, fx.Node) and isinstance(total, fx.Node)):
+        return None
+    made: Any
     last = x.meta["val"].dim() - 1
     online = [n for n in (most, total) if n.target is operator.getitem]
     if len(online) == 2:
@@ -268,12 +302,14 @@ def _softmax_of(node: fx.Node) -> fx.Node | None:
         is_softmax = is_softmax and made.args[1] in (-1, last) and total.args[0] is made
         is_softmax = is_softmax and (most.args[1], total.args[1]) == (0, 1)
         readers = {made, less}
+        is_softmax = is_softmax and set(made.users) == {most, total}
     else:
         is_softmax = most.target is aten.amax.default and most.args == (x, [-1], True)
         is_softmax = is_softmax and total.target is aten.sum.dim_IntList
         is_softmax = is_softmax and total.args == (exp, [-1], True) and not total.kwargs
         readers = {most, less}
     is_alone = set(x.users) == readers and set(exp.users) <= {total, node}
+    is_alone = is_alone and set(most.users) == {less} and set(total.users) == {node}
     return x if is_softmax and is_alone and len(less.users) == 1 else None
 
 
@@ -286,7 +322,8 @@ def _terms_of(score: fx.Node) -> tuple[fx.Node, fx.Node | None, float]:
         bias, x = x.args[0], _only_source(x.args[2], wide)
     elif x is not None and x.target is aten.add.Tensor and not x.kwargs:
         places = [i for i, y in enumerate(x.args) if _leads_to_product(y)]
-        if len(places) == 1:
+        other = value(x.args[1 - places[0]]) if len(places) == 1 else None
+        if other is not None and other.dtype is not torch.bool:  # a mask is added as 0 or 1
             bias, x = x.args[1 - places[0]], _only_source(x.args[places[0]], wide)
     scale = 1.0
     if x is not None and (by := _factor(x)):
@@ -328,6 +365,8 @@ def _before_copies(x: fx.Node) -> fx.Node:
         if value(source) is None:
             break
         sizes = source.meta["val"].shape
+        if sizes[-2:] != x.meta["val"].shape[-2:]:
+            break
         missing = x.meta["val"].dim() - len(sizes)
         if missing:
             return add(x.graph, aten.reshape.default, source, [1] * missing + [*sizes])
@@ -348,16 +387,20 @@ def _write(found: _Found) -> None:
         shown = by_heads
         if by_heads.meta["val"].shape != of.shape:
             shown = add(graph, aten.reshape.default, by_heads, list(of.shape))
+        if of.is_contiguous() and not shown.meta["val"].is_contiguous():  # as views of it need
+            shown = add(graph, aten.clone.default, shown, memory_format=torch.contiguous_format)
     replace(out, shown)
     if fused is not None:  # it may draw random numbers, so that nobody else drops it
         for unread in [*fused.users, fused]:
             graph.erase_node(unread)
+    turned = list(by_heads.users)
     for user in list(shown.users):
         if user.target in RESHAPES and user.meta["val"].shape == by_heads.meta["val"].shape:
-            user.replace_all_uses_with(by_heads)
-    for user in list(by_heads.users):
+            turned += list(user.users)
+    for user in turned:
         if user.target is aten.permute.default and user.args[1] == _TURNED:
             user.replace_all_uses_with(made)
+            graph.erase_node(user)
     for user in list(made.users):
-        if user.target is aten.clone.default:
+        if user.target is aten.clone.default and graph.output_node() not in user.users:
             user.replace_all_uses_with(made)

@@ -101,6 +101,16 @@ def test_views_without_a_norm_stay() -> None:
     assert pointwise_of_rows(graph)
 
 
+def test_a_copy_in_another_format_stays() -> None:
+    def run(x: Tensor) -> Tensor:
+        y = functional.relu(block_rms_norm(x, BLOCK, 1e-5))
+        return y.contiguous(memory_format=torch.channels_last)
+
+    x = torch.randn(2, 3, 4, N)
+    found, _ = graphs_of(run, x, change=keep_blocks, trains=False)
+    assert torch.equal(found, run(x)) and found.stride() == run(x).stride()
+
+
 def test_it_runs_in_training_of_a_converted_model() -> None:
     layer = layer_of((ROUTE, "", ""), N, N, bias=False)
     graphs: list[fx.Graph] = []
@@ -147,6 +157,9 @@ def test_other_sums_stay() -> None:
     def run(x: Tensor) -> Tensor:
         return x.sum(-1, keepdim=True) + x.sum((0, 2), keepdim=True) + x.sum()
 
+    empty, one = torch.randn(3, 0, 4), torch.tensor(2.0)
+    graphs_of(lambda x: x.sum(0), empty, change=sum_to_vectors, trains=False)
+    graphs_of(lambda x: x.sum(-1), one, change=sum_to_vectors, trains=False)
     x = torch.randn(3, 4, 5)
     found, (graph,) = graphs_of(run, x, change=sum_to_vectors, trains=False)
     assert torch.allclose(found, run(x))

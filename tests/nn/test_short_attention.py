@@ -152,20 +152,48 @@ def unmatched(name: str) -> Attend:
     def softmax_times_two(q: Tensor, k: Tensor, v: Tensor, present: Tensor) -> Tensor:
         return (q @ k.mT).softmax(-1) * 2 @ v
 
+    def mask_is_added(q: Tensor, k: Tensor, v: Tensor, present: Tensor) -> Tensor:
+        return (q @ k.mT / 4.0 + present[:, None, None, :]).softmax(-1) @ v
+
+    def number_is_added(q: Tensor, k: Tensor, v: Tensor, present: Tensor) -> Tensor:
+        return functional.silu(q @ k.mT + 1.0) / 128 @ v
+
+    def less_a_number(q: Tensor, k: Tensor, v: Tensor, present: Tensor) -> Tensor:
+        e = (q @ k.mT - 3.0).exp()
+        return e / e.sum(-1, keepdim=True) @ v
+
+    def scores_of_another_shape(q: Tensor, k: Tensor, v: Tensor, present: Tensor) -> Tensor:
+        score = (q[:, :, :13] @ k.mT).reshape(len(q), HEADS, TOKENS, 13)
+        return score.softmax(-1) @ v[:, :, :13]
+
+    def one_key_for_all(q: Tensor, k: Tensor, v: Tensor, present: Tensor) -> Tensor:
+        k = k[:, :, :1].expand(-1, -1, TOKENS, -1)
+        return (q @ k.mT + present[:, None, None, :].to(q.dtype)).softmax(-1) @ v
+
+    def one_query_for_all(q: Tensor, k: Tensor, v: Tensor, present: Tensor) -> Tensor:
+        bias = torch.linspace(-1, 1, TOKENS**2).view(1, 1, TOKENS, TOKENS).to(q.dtype)
+        return (q[:, :, :1] @ k.mT + bias).softmax(-1) @ v
+
+    def rounded_scores(q: Tensor, k: Tensor, v: Tensor, present: Tensor) -> Tensor:
+        return (q @ k.mT).int().float().softmax(-1).to(v.dtype) @ v
+
     def long(q: Tensor, k: Tensor, v: Tensor, present: Tensor) -> Tensor:
         k, v = (torch.cat([x] * 4, 2) for x in (k, v))
         return (q @ k.mT).softmax(-1) @ v
 
     return {f.__name__: f for f in (
         weights_are_read, scores_are_read, along_queries, scaled_behind_a_mask, normalized_twice,
-        silu_of_another, softmax_times_two, long,
+        silu_of_another, softmax_times_two, mask_is_added, number_is_added, less_a_number,
+        scores_of_another_shape, one_key_for_all, one_query_for_all, rounded_scores, long,
     )}[name]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "name",
     ["weights_are_read", "scores_are_read", "along_queries", "scaled_behind_a_mask",
-     "normalized_twice", "silu_of_another", "softmax_times_two", "long"],
+     "normalized_twice", "silu_of_another", "softmax_times_two", "mask_is_added",
+     "number_is_added", "less_a_number", "scores_of_another_shape", "one_query_for_all",
+     "rounded_scores", "long"],
 )  # fmt: skip
 def test_what_is_no_such_attention_is_left(name: str) -> None:
     model, inputs = Model(unmatched(name)), given()
@@ -174,6 +202,33 @@ def test_what_is_no_such_attention_is_left(name: str) -> None:
     with torch.no_grad():
         expected = model(*inputs)
     assert (found.double() - expected.double()).norm() < 0.01 * expected.double().norm()
+
+
+def test_an_expanded_key_is_one_for_all_tokens() -> None:
+    model, inputs = Model(unmatched("one_key_for_all")), given()
+    found, _ = passed(model, *inputs)
+    with torch.no_grad():
+        expected = model(*inputs)
+    assert (found.double() - expected.double()).norm() < 0.01 * expected.double().norm()
+
+
+def test_outputs_share_no_memory() -> None:
+    class Twice(Model):
+        def forward(self, x: Tensor, present: Tensor) -> Any:
+            made = self.inputs(x.flatten(0, 1)).view(len(x), -1, 3, HEADS, D)
+            q, k, v = made.permute(2, 0, 3, 1, 4).unbind(0)
+            y = self.attend(q, k, v, present).transpose(1, 2)
+            return y, y.contiguous(), y.transpose(1, 2).reshape(len(x), -1)
+
+    model, inputs = Twice(masked), given()
+    found, code = passed(model, *inputs)
+    assert "short_attention" in code
+    with torch.no_grad():
+        expected = model(*inputs)
+    for one, other in zip(found, expected, strict=True):
+        assert one.shape == other.shape and (one - other).norm() < 0.01 * other.norm()
+    assert found[1].is_contiguous() and found[2].is_contiguous()
+    assert len({x.data_ptr() for x in found}) == 3
 
 
 def _fused_graph(target: Any, *behind: Any, **options: Any) -> tuple[fx.Graph, dict[str, fx.Node]]:
@@ -224,6 +279,27 @@ def test_a_causal_one_stays_causal_and_has_a_scale() -> None:
     short_attention.attend_at_once(graph)
     (made,) = graph.find_nodes(op="call_function", target=OP)
     assert made.args[4:] == (D**-0.5, True, True, 0.0)
+
+
+def test_a_causal_one_of_other_queries_is_left() -> None:
+    """FlashAttention aligns the mask at the last key, other kernels at the first."""
+    target = aten._scaled_dot_product_flash_attention.default
+    graph, nodes = _fused_graph(target, 0.0, True)
+    with graph.inserting_before(nodes["node"]):
+        few = add(graph, aten.slice.Tensor, nodes["q"], 2, 0, 4)
+    nodes["node"].args = (few, *nodes["node"].args[1:])
+    short_attention.attend_at_once(graph)
+    assert graph.find_nodes(op="call_function", target=target)
+
+
+def test_a_shifted_bias_is_read_as_it_is() -> None:
+    target = aten._scaled_dot_product_efficient_attention.default
+    graph, _ = _fused_graph(target)
+    (cut,) = graph.find_nodes(op="call_function", target=aten.slice.Tensor)
+    cut.args = (*cut.args[:2], 1, TOKENS + 1)
+    short_attention.attend_at_once(graph)
+    (made,) = graph.find_nodes(op="call_function", target=OP)
+    assert made.args[3] is cut
 
 
 def test_one_with_dropout_is_left() -> None:

@@ -269,10 +269,10 @@ def attention_cases() -> list[Case]:
             k.tile_of(queries, keys, d)[3], 1, is_registered=False,
         )
         for dtype, queries, keys, d, bias, each, silu, causal in (
-            ("bf16", 54, 54, 16, k.ADDS, False, 0.0, False),
+            ("bf16", 54, 54, 16, k.ADDS.value, False, 0.0, False),
             ("bf16", 2, 54, 16, k.EXCLUDES, False, 0.0, False),
             ("bf16", 128, 128, 64, k.NO_BIAS, False, 0.0078125, False),
-            ("fp16", 128, 128, 64, k.ADDS, True, 0.0, True),
+            ("fp16", 128, 128, 64, k.ADDS.value, True, 0.0, True),
         )
     ]  # fmt: skip
 
