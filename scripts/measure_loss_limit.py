@@ -6,8 +6,8 @@ Each model trains in bfloat16 for some hundred steps, is converted for predictio
 loss is that expected over the teacher's clicks, whose noise is then no part of a change. On fresh
 batches the change is measured of the limited model, and of budgets for all products alike; then the
 steps are timed in CUDA graphs in turn. Prints a line for each model, and writes all figures to
-FILE. About a minute for each on an H200; ``--size tiny --samples 512 --batches 32 --kernels row``
-tries it on a CPU, with kernels emulated.
+FILE. ``--size tiny --samples 512 --batches 32 --kernels row`` tries it on a CPU, with kernels
+emulated.
 """
 
 from __future__ import annotations
