@@ -180,10 +180,8 @@ def short_attention(
 
 def _is_near(x: Tensor) -> bool:
     """Whether offsets within a sample are less than 2^31, as the kernel computes them."""
-    return (
-        sum((size - 1) * step for size, step in zip(x.shape[1:], _steps(x)[1:], strict=True))
-        < 2**31
-    )
+    ends = zip(x.shape[1:], _steps(x)[1:], strict=True)
+    return sum((size - 1) * step for size, step in ends) < 2**31
 
 
 def _steps(x: Tensor) -> list[int]:

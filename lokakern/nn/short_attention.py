@@ -31,11 +31,11 @@ MOST_COLUMNS = 64
 # (2048 samples of 8 heads; FlashAttention 399, products 2983), at 64 x 64 531 and 266.
 MOST_BEFORE_CUDNN = 4096
 _TURNED = [0, 2, 1, 3]
-_WITH_BIAS = (
+_FUSED = (
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_flash_attention.default,
 )
-_FUSED = (*_WITH_BIAS, aten._scaled_dot_product_flash_attention.default)
 
 
 def _short_attention(
@@ -222,6 +222,9 @@ def _of_products(read: fx.Node) -> _Found | None:
     with read.graph.inserting_before(read):
         left, right, last = (_by_heads(node, batch) for node in (left, right, v_node))
         turned = add(read.graph, aten.permute.default, right, [0, 1, 3, 2])
+    sizes = [x.meta["val"].shape[:2] for x in (left, right, last)]
+    if tuple(map(max, *sizes)) != batch:  # all of them are expanded
+        return None
     return _Found(read, left, turned, last, bias, scale, zeros=False, silu=silu)
 
 

@@ -174,6 +174,11 @@ def unmatched(name: str) -> Attend:
         bias = torch.linspace(-1, 1, TOKENS**2).view(1, 1, TOKENS, TOKENS).to(q.dtype)
         return (q[:, :, :1] @ k.mT + bias).softmax(-1) @ v
 
+    def one_for_all_samples(q: Tensor, k: Tensor, v: Tensor, present: Tensor) -> Tensor:
+        q, k, v = (x[:1].expand(len(q), -1, -1, -1) for x in (q, k.mT, v))
+        score = (q @ k).masked_fill(~present[:, None, None, :], -torch.inf)
+        return score.softmax(-1) @ v
+
     def rounded_scores(q: Tensor, k: Tensor, v: Tensor, present: Tensor) -> Tensor:
         return (q @ k.mT).int().float().softmax(-1).to(v.dtype) @ v
 
@@ -184,7 +189,8 @@ def unmatched(name: str) -> Attend:
     return {f.__name__: f for f in (
         weights_are_read, scores_are_read, along_queries, scaled_behind_a_mask, normalized_twice,
         silu_of_another, softmax_times_two, mask_is_added, number_is_added, less_a_number,
-        scores_of_another_shape, one_key_for_all, one_query_for_all, rounded_scores, long,
+        scores_of_another_shape, one_key_for_all, one_query_for_all, rounded_scores,
+        one_for_all_samples, long,
     )}[name]  # fmt: skip
 
 
@@ -193,7 +199,7 @@ def unmatched(name: str) -> Attend:
     ["weights_are_read", "scores_are_read", "along_queries", "scaled_behind_a_mask",
      "normalized_twice", "silu_of_another", "softmax_times_two", "mask_is_added",
      "number_is_added", "less_a_number", "scores_of_another_shape", "one_query_for_all",
-     "rounded_scores", "long"],
+     "rounded_scores", "one_for_all_samples", "long"],
 )  # fmt: skip
 def test_what_is_no_such_attention_is_left(name: str) -> None:
     model, inputs = Model(unmatched(name)), given()
