@@ -184,6 +184,15 @@ def _without_copies(bias: fx.Node) -> fx.Node:
             return bias
 
 
+def _of_four_dimensions(bias: fx.Node, before: fx.Node) -> fx.Node:
+    """A bias of fewer dimensions, as broadcasting reads it."""
+    of = value(bias)
+    if of is None or of.dim() > 3:
+        return bias
+    with bias.graph.inserting_before(before):
+        return add(bias.graph, aten.reshape.default, bias, [1] * (4 - of.dim()) + [*of.shape])
+
+
 def _is_bias(node: Any, shape: tuple[int, ...]) -> bool:
     of = value(node)
     if of is None or of.dim() != 4:
@@ -215,8 +224,10 @@ def _of_products(read: fx.Node) -> _Found | None:
     result = read.meta["val"]
     if result.dtype is not q.dtype or result.shape != q.shape:
         return None
-    if bias is not None and not _is_bias(bias, (*batch, *of.shape[-2:])):
-        return None
+    if bias is not None:
+        bias = _of_four_dimensions(bias, read)
+        if not _is_bias(bias, (*batch, *of.shape[-2:])):
+            return None
     if silu and bias is not None and bias.meta["val"].dtype is torch.bool:
         return None  # silu of minus infinity is NaN
     with read.graph.inserting_before(read):
@@ -321,8 +332,14 @@ def _terms_of(score: fx.Node) -> tuple[fx.Node, fx.Node | None, float]:
     wide = (prims.convert_element_type.default,)
     x = _only_source(score.args[0], wide) if score.target in wide else score
     bias = None
-    if x is not None and x.target is aten.where.self and _is_least(x.args[1]):
-        bias, x = x.args[0], _only_source(x.args[2], wide)
+    if x is not None and x.target is aten.where.self:
+        mask: Any = x.args[0]
+        if _is_least(x.args[1]):
+            bias, x = mask, _only_source(x.args[2], wide)
+        elif _is_least(x.args[2]):
+            with score.graph.inserting_before(score):
+                bias = add(score.graph, aten.logical_not.default, mask)
+            x = _only_source(x.args[1], wide)
     elif x is not None and x.target is aten.add.Tensor and not x.kwargs:
         places = [i for i, y in enumerate(x.args) if _leads_to_product(y)]
         other = value(x.args[1 - places[0]]) if len(places) == 1 else None

@@ -49,6 +49,18 @@ def biased(q: Tensor, k: Tensor, v: Tensor, present: Tensor) -> Tensor:
     return ((q @ k.mT) / 4.0 + bias).softmax(-1) @ v
 
 
+def kept(q: Tensor, k: Tensor, v: Tensor, present: Tensor) -> Tensor:
+    """By a mask that tells what is read."""
+    least = torch.full((), -torch.inf, dtype=q.dtype, device=q.device)
+    return torch.where(present[:, None, None, :], q @ k.mT, least).softmax(-1) @ v
+
+
+def early(q: Tensor, k: Tensor, v: Tensor, present: Tensor) -> Tensor:
+    """By a causal mask of two dimensions."""
+    late = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
+    return (q @ k.mT).masked_fill(late, -torch.inf).softmax(-1) @ v
+
+
 def by_silu(q: Tensor, k: Tensor, v: Tensor, present: Tensor) -> Tensor:
     """As in HSTU."""
     return functional.silu(q @ k.mT) / 128 @ v
@@ -110,7 +122,7 @@ def passed(model: nn.Module, *given: Tensor) -> tuple[Any, str]:
     return found, "\n".join(texts)
 
 
-@pytest.mark.parametrize("attend", [plain, masked, biased, by_silu, wide, few_queries])
+@pytest.mark.parametrize("attend", [plain, masked, biased, kept, early, by_silu, wide, few_queries])
 def test_an_attention_of_products_is_one_op_without_copies(attend: Attend) -> None:
     model, inputs = Model(attend), given()
     found, code = passed(model, *inputs)
@@ -412,7 +424,9 @@ def test_the_kernel_is_right_on_a_gpu(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("attend", [plain, masked, biased, by_silu, wide, few_queries, fused])
+@pytest.mark.parametrize(
+    "attend", [plain, masked, biased, kept, early, by_silu, wide, few_queries, fused]
+)
 def test_a_model_is_right_on_a_gpu(attend: Attend) -> None:
     model, inputs = Model(attend).cuda(), [x.cuda() for x in given()]
     torch._dynamo.reset()
