@@ -6,7 +6,7 @@
 q: [batch, heads, queries, d]; k, v: [batch, heads, keys, d]; bfloat16 or float16, rows of d are
 contiguous, strides of the others are free (0 where one is for all). bias: as [batch, heads,
 queries, keys] of any strides; of bfloat16, float16 or float32 it is added, as bool it excludes. At
-most 128 keys and d = 128. Scores and sums are float32, p is rounded to the dtype of v.
+most 128 keys and d = 64. Scores and sums are float32, p is rounded to the dtype of v.
 
 A general kernel of attention takes tiles of 64 or 128 queries by as many keys, with a loop and
 state that one tile does without, and reads a bias for each score: at 54 tokens and heads of 16,
@@ -23,7 +23,7 @@ from torch import Tensor
 from lokakern.jit import TritonLauncher
 
 MOST_KEYS = 128
-MOST_COLUMNS = 128
+MOST_COLUMNS = 64
 LEAST_TILE = 16  # of tensor cores
 NO_BIAS, EXCLUDES = 0, 2
 ADDS = tl.constexpr(1)

@@ -7,10 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
 from torch import Tensor, fx
-from torch._dynamo.backends.common import aot_autograd
-from torch._inductor.decomposition import select_decomp_table
 from torch.nn import functional
 
 from lokakern.nn import graph_passes
@@ -20,28 +17,10 @@ from lokakern.nn.graph_edit import value
 from lokakern.nn.normalized_blocks import keep_blocks
 from lokakern.nn.routed_matmul import quantize_by
 from tests.support.routed_layers import ROUTE, layer_of
+from tests.support.traced_graphs import graphs_of
 
 ROWS, N, BLOCK = 12, 64, 16
 aten = torch.ops.aten
-
-
-def graphs_of(
-    run: Callable[..., Any], *given: Tensor, change: Callable[[fx.Graph], None], trains: bool
-) -> tuple[Any, list[fx.Graph]]:
-    """The result after a pass over each graph, and the graphs."""
-    graphs: list[fx.Graph] = []
-
-    def compile_one(gm: fx.GraphModule, _: Any) -> Any:
-        change(gm.graph)
-        gm.graph.lint()
-        gm.recompile()
-        graphs.append(gm.graph)
-        return make_boxed_func(gm.forward)
-
-    backend = aot_autograd(fw_compiler=compile_one, decompositions=select_decomp_table())
-    torch._dynamo.reset()
-    with torch.set_grad_enabled(trains):
-        return torch.compile(run, backend=backend, dynamic=False)(*given), graphs
 
 
 def activated(x: Tensor) -> Tensor:

@@ -12,9 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
 from torch import Tensor, fx, nn
-from torch._dynamo.backends.common import aot_autograd
 from torch._inductor import config, custom_graph_pass
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.utils import run_and_get_code
@@ -23,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from lokakern.nn import concatenated_tokens, graph_passes, summed_norm
 from lokakern.nn.block_rms_norm import block_rms_norm
 from tests.support.routed_layers import ROUTE, layer_of
+from tests.support.traced_graphs import passed
 
 ROOT = Path(__file__).parents[2]
 BATCH, TOKENS, D = 20, 39, 96
@@ -82,24 +81,6 @@ def compiled(model: nn.Module, *parts: Tensor) -> tuple[Any, str]:
     with torch.no_grad():
         found, codes = run_and_get_code(torch.compile(model, dynamic=False), *parts)
     return found, "\n".join(codes)
-
-
-def passed(model: nn.Module, *parts: Tensor, trains: bool = False) -> tuple[Any, str]:
-    """The result of the graph after the passes, without generated code, and the graph's text."""
-    texts = []
-
-    def run(gm: fx.GraphModule, _: Any) -> Any:
-        graph_passes.Passes(None)(gm.graph, is_inference=not trains)
-        gm.graph.lint()
-        gm.recompile()
-        texts.append(gm.code)
-        return make_boxed_func(gm.forward)
-
-    backend = aot_autograd(fw_compiler=run, decompositions=select_decomp_table())
-    torch._dynamo.reset()
-    with torch.set_grad_enabled(trains):
-        found = torch.compile(model, backend=backend, dynamic=False)(*parts)
-    return found, "\n".join(texts)
 
 
 def distance(found: Tensor, expected: Tensor) -> float:

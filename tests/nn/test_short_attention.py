@@ -13,15 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
 from torch import Tensor, fx, nn
-from torch._dynamo.backends.common import aot_autograd
-from torch._inductor.decomposition import select_decomp_table
 from torch.nn import functional
 
-from lokakern.nn import graph_passes, short_attention
+from lokakern.nn import short_attention
 from lokakern.nn.graph_edit import add
 from tests.support.routed_layers import ROUTE, layer_of
+from tests.support.traced_graphs import passed
 
 ROOT = Path(__file__).parents[2]
 BATCH, TOKENS, HEADS, D = 6, 39, 2, 16
@@ -102,24 +100,6 @@ def given() -> tuple[Tensor, Tensor]:
     present = torch.rand(BATCH, TOKENS) < 0.7
     present[:, 0] = True
     return torch.randn(BATCH, TOKENS, 64).bfloat16(), present
-
-
-def passed(model: nn.Module, *given: Tensor) -> tuple[Any, str]:
-    """The result of the graph after the passes, and its text."""
-    texts = []
-
-    def run(gm: fx.GraphModule, _: Any) -> Any:
-        graph_passes.Passes(None)(gm.graph, is_inference=True)
-        gm.graph.lint()
-        gm.recompile()
-        texts.append(gm.code)
-        return make_boxed_func(gm.forward)
-
-    backend = aot_autograd(fw_compiler=run, decompositions=select_decomp_table())
-    torch._dynamo.reset()
-    with torch.no_grad():
-        found = torch.compile(model, backend=backend, dynamic=False)(*given)
-    return found, "\n".join(texts)
 
 
 @pytest.mark.parametrize("attend", [plain, masked, biased, kept, early, by_silu, wide, few_queries])
