@@ -272,6 +272,17 @@ def test_a_fused_attention_reads_its_bias_before_it_is_expanded(name: str) -> No
     graph.lint()
 
 
+def test_an_output_by_heads_stays_contiguous() -> None:
+    target = aten._scaled_dot_product_cudnn_attention.default
+    graph, nodes = _fused_graph(target)
+    out = next(iter(nodes["node"].users))
+    out.meta["val"] = torch.empty(BATCH, HEADS, TOKENS, D, dtype=torch.bfloat16, device="meta")
+    graph.output_node().args = ((out,),)
+    short_attention.attend_at_once(graph)
+    (given,) = graph.output_node().args[0]  # type: ignore[misc, union-attr]
+    assert given.target is aten.clone.default and given.meta["val"].is_contiguous()
+
+
 def test_a_causal_one_stays_causal_and_has_a_scale() -> None:
     graph, _ = _fused_graph(aten._scaled_dot_product_flash_attention.default, 0.0, True)
     short_attention.attend_at_once(graph)
