@@ -110,8 +110,9 @@ def is_plain_call(module: nn.Module) -> bool:
 
 def has_own_call(module: nn.Module) -> bool:
     """Whether a module has hooks, or a forward beside that of its class."""
-    hooks = module._forward_hooks or module._forward_pre_hooks
-    return bool(hooks) or "forward" in module.__dict__
+    if module._forward_hooks or module._forward_pre_hooks:  # torch 2.11 traces no bool of hooks
+        return True
+    return "forward" in module.__dict__
 
 
 def has_global_hooks() -> bool:

@@ -195,7 +195,7 @@ def _is_at_any(route: str) -> bool:
 
 def has_backward_hooks(module: nn.Module) -> bool:
     """Whether a module has hooks of the backward pass."""
-    return bool(module._backward_hooks or module._backward_pre_hooks)
+    return len(module._backward_hooks) + len(module._backward_pre_hooks) > 0
 
 
 def are_calls_plain() -> bool:

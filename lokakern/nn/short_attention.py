@@ -31,6 +31,8 @@ MOST_COLUMNS = 64
 # (2048 samples of 8 heads; FlashAttention 399, products 2983), at 64 x 64 531 and 266.
 MOST_BEFORE_CUDNN = 4096
 _TURNED = [0, 2, 1, 3]
+_COPIES = (prims.convert_element_type.default, aten.clone.default)
+_MOVES = (*RESHAPES, aten.clone.default)
 _FUSED = (
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
@@ -105,7 +107,7 @@ def attend_at_once(graph: fx.Graph) -> None:
         found = None
         if node.target in _FUSED:
             found = _of_fused(node)
-        elif node.target is aten.bmm.default:
+        elif node.target in (aten.bmm.default, aten.slice.Tensor):
             found = _of_products(node)
         views = [] if found is None else _views_of(found.out)
         if found is not None and all(x.target is not aten.as_strided.default for x in views):
@@ -204,17 +206,19 @@ def _is_bias(node: Any, shape: tuple[int, ...]) -> bool:
 
 def _of_products(read: fx.Node) -> _Found | None:
     """An attention of two batched products that ends with this one."""
-    v_node: Any = read.args[1]
-    score, silu = _score_of(read.args[0])
+    operands = _operands_of(read)
+    if operands is None:
+        return None
+    p, v_node = operands
+    score, silu = _score_of(p)
     of = value(score)
     if score is None or of is None or of.dim() not in (3, 4):
         return None
     x, bias, scale = _terms_of(score)
-    product = _only_source(x, RESHAPES)
-    if product is None or product.target is not aten.bmm.default:
+    operands = _operands_of(_only_source(x, _MOVES))
+    if operands is None:
         return None
-    left, right = product.args
-    assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
+    left, right = operands
     q, k, v = value(left), value(right), value(v_node)
     if q is None or k is None or v is None or not _fits(q, k.mT, v):
         return None
@@ -239,9 +243,34 @@ def _of_products(read: fx.Node) -> _Found | None:
     return _Found(read, left, turned, last, bias, scale, zeros=False, silu=silu)
 
 
+def _operands_of(product: fx.Node | None) -> tuple[fx.Node, fx.Node] | None:
+    """The operands of a batched product, before Inductor padded them and cut the result."""
+    bmm: Any = product
+    while isinstance(bmm, fx.Node) and bmm.target is aten.slice.Tensor:
+        if len(bmm.args) != 4 or bmm.args[2] != 0 or len(bmm.all_input_nodes[0].users) != 1:
+            return None
+        bmm = bmm.args[0]
+    if not isinstance(bmm, fx.Node) or bmm.target is not aten.bmm.default:
+        return None
+    of = value(product)
+    for left, right in ((_before_padding(x) for x in bmm.args), bmm.args):
+        a, b = value(left), value(right)
+        if a is not None and b is not None and of is not None and a.shape[2] == b.shape[1]:
+            if of.shape == (*a.shape[:2], b.shape[2]):
+                return left, right
+    return None
+
+
+def _before_padding(x: Any) -> Any:
+    """An operand before zeros were appended."""
+    if x.target is not aten.constant_pad_nd.default or any(x.args[2:]) or any(x.args[1][::2]):
+        return x
+    return x.args[0]
+
+
 def _score_of(p: Any) -> tuple[fx.Node | None, float]:
     """What weights are the softmax of, or so many times silu of."""
-    through = (*RESHAPES, aten.expand.default, prims.convert_element_type.default)
+    through = (*_MOVES, aten.expand.default, prims.convert_element_type.default)
     node, times = _only_source(p, through), 1.0
     if node is not None and (by := _factor(node)):
         node, times = _only_source(node.args[0], through), by
@@ -329,32 +358,31 @@ def _softmax_of(node: fx.Node) -> fx.Node | None:
 
 def _terms_of(score: fx.Node) -> tuple[fx.Node, fx.Node | None, float]:
     """The products, the mask or bias, and the scale that scores are made of."""
-    wide = (prims.convert_element_type.default,)
-    x = _only_source(score.args[0], wide) if score.target in wide else score
+    x = _only_source(score.args[0], _COPIES) if score.target in _COPIES else score
     bias = None
     if x is not None and x.target is aten.where.self:
         mask: Any = x.args[0]
         if _is_least(x.args[1]):
-            bias, x = mask, _only_source(x.args[2], wide)
+            bias, x = mask, _only_source(x.args[2], _COPIES)
         elif _is_least(x.args[2]):
             with score.graph.inserting_before(score):
                 bias = add(score.graph, aten.logical_not.default, mask)
-            x = _only_source(x.args[1], wide)
+            x = _only_source(x.args[1], _COPIES)
     elif x is not None and x.target is aten.add.Tensor and not x.kwargs:
         places = [i for i, y in enumerate(x.args) if _leads_to_product(y)]
         other = value(x.args[1 - places[0]]) if len(places) == 1 else None
         if other is not None and other.dtype is not torch.bool:  # a mask is added as 0 or 1
-            bias, x = x.args[1 - places[0]], _only_source(x.args[places[0]], wide)
+            bias, x = x.args[1 - places[0]], _only_source(x.args[places[0]], _COPIES)
     scale = 1.0
     if x is not None and (by := _factor(x)):
-        x, scale = _only_source(x.args[0], wide), by
+        x, scale = _only_source(x.args[0], _COPIES), by
     return x if x is not None else score, bias if isinstance(bias, fx.Node) else None, scale
 
 
 def _leads_to_product(node: Any) -> bool:
-    through = (prims.convert_element_type.default, aten.mul.Tensor, aten.div.Tensor, *RESHAPES)
+    through = (prims.convert_element_type.default, aten.mul.Tensor, aten.div.Tensor, *_MOVES)
     source = _only_source(node, through)
-    return source is not None and source.target is aten.bmm.default
+    return _operands_of(source) is not None
 
 
 def _is_least(node: Any) -> bool:
