@@ -571,10 +571,9 @@ class Conversion:
             return ""
         form = module.joined if isinstance(module, LinearNormAct) else ""
         form = form or form_of(module)
-        if self._inference:
-            if form != DOT:
-                return ""
-            form = DOT if self._wanted is None else LOGIT
+        if self._inference and form != DOT:
+            return ""
+        form = LOGIT if form == DOT and self._wanted is not None else form
         is_timed = form and dispatcher.snapshot().is_timed(
             GRADIENT_KERNEL, self._device_for(module.weight)
         )

@@ -6,8 +6,8 @@ output at 8192 x 128, 9.2 for the gradient of the weight and 4.0 for that of the
 each. A compiler computes the output in the kernel that computes the input, and the gradient of the
 input in the kernel that reads it.
 
-`LOGIT`, in inference of a model that was converted for a budget: the same by an op, by which passes
-over graphs (`lokakern.nn.graph_passes`) know such a model, even if nothing of it runs in FP8.
+`LOGIT`, of a model that was converted for a budget: the same by an op, by which passes over graphs
+(`lokakern.nn.graph_passes`) know such a model, even if nothing of it runs in FP8.
 
 `SUMS`, in training: the gradient of the bias by an op of its own, `lokakern.nn.bias_gradient`,
 where the kernel of the compiler that would compute it does not read along the rows of memory.
@@ -102,7 +102,6 @@ def multiply_in_form(layer: Linear, x: Tensor, input_scale: str) -> Tensor | Non
     """
     weight, bias = layer.weight, layer.bias
     form = layer.form if layer.form in (DOT, LOGIT) else SUMS
-    form = DOT if form == LOGIT and is_grad_enabled() else form
     if type(x) is not Tensor or x.is_meta or x.is_nested or x.dim() < 2:
         return None
     if type(weight) is not Parameter or not x.shape[-1] or x.shape[-1] != weight.shape[1]:

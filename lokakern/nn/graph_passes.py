@@ -4,7 +4,9 @@ The passes change a graph that has an op of `lokakern.convert` in it, and no oth
 traffic that Inductor does not see. They run after Inductor's own passes, behind those of the user
 that were set before. `PASSES` are for inference, with ops of this library, so that what is compiled
 for programs without Python stays as it is; `EXACT_PASSES` change no bit, and no graph is without
-them. Without Inductor's interface for passes, results are right, but nothing is saved.
+them. `JOINT_PASSES` change forward and backward pass together, before Inductor's own passes and
+before it splits them. Without Inductor's interface for passes, results are right, but nothing is
+saved.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from torch import fx
 from lokakern.nn.concatenated_tokens import multiply_parts, write_terms
 from lokakern.nn.flat_sums import IS_NEEDED, sum_to_vectors
 from lokakern.nn.normalized_blocks import keep_blocks
-from lokakern.nn.short_attention import attend_at_once
+from lokakern.nn.short_attention import attend_at_once, attend_in_training
 from lokakern.nn.summed_norm import norm_sums
 
 try:
@@ -34,17 +36,20 @@ PASSES: tuple[Callable[[fx.Graph], None], ...] = (
 EXACT_PASSES: tuple[Callable[[fx.Graph], None], ...] = (
     keep_blocks, *([sum_to_vectors] if IS_NEEDED else []),
 )  # fmt: skip
+JOINT_PASSES: tuple[Callable[[fx.Graph], None], ...] = (attend_in_training,)
 OPS = (
     "routed_gemm", "activated_gemm", "routed_chain", "weight_gradient", "norm_gradient",
     "bias_gradient", "logit",
 )  # fmt: skip
 _FILES = (
     "graph_passes.py", "concatenated_tokens.py", "summed_norm.py", "normalized_blocks.py",
-    "short_attention.py", "flat_sums.py", "graph_edit.py", "inductor.py", "logit.py",
+    "short_attention.py", "attention_patterns.py", "flat_sums.py", "graph_edit.py", "inductor.py",
+    "logit.py",
 )  # fmt: skip
 # A pass of this class is told whether a graph is of inference; earlier torch has none.
 _TOLD: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", None)
-_BASE: Any = _TOLD or getattr(custom_graph_pass, "CustomGraphPass", object)
+_UNTOLD: Any = getattr(custom_graph_pass, "CustomGraphPass", object)
+_BASE: Any = _TOLD or _UNTOLD
 
 
 def is_converted(graph: fx.Graph) -> bool:
@@ -64,8 +69,7 @@ class Passes(_BASE):  # type: ignore[misc]
     """Those of the user, then ours."""
 
     def __init__(self, before: Any) -> None:
-        several = isinstance(before, list | tuple)
-        self.before = tuple(before) if several else () if before is None else (before,)
+        self.before = _several(before)
 
     def __call__(self, graph: fx.Graph, is_inference: bool = True) -> None:
         """Change a graph."""
@@ -77,15 +81,46 @@ class Passes(_BASE):  # type: ignore[misc]
 
     def uuid(self) -> Any:
         """Of the sources, and of the user's passes; None, which caches nothing, without one."""
-        theirs = [run.uuid() if hasattr(run, "uuid") else None for run in self.before]
-        files = tuple(str(Path(__file__).with_name(name)) for name in _FILES)
-        if None in theirs:
-            return None
-        return custom_graph_pass.get_hash_for_files(files), *theirs
+        return _uuid(self.before)
+
+
+class JointPasses(_UNTOLD):  # type: ignore[misc]
+    """Those of the user, then ours, over forward and backward pass."""
+
+    def __init__(self, before: Any) -> None:
+        self.before = _several(before)
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Change a graph."""
+        for run in self.before:
+            run(graph)
+        if is_converted(graph):
+            for run in JOINT_PASSES:
+                run(graph)
+
+    def uuid(self) -> Any:
+        """As of `Passes`."""
+        return _uuid(self.before)
+
+
+def _several(before: Any) -> tuple[Any, ...]:
+    several = isinstance(before, list | tuple)
+    return tuple(before) if several else () if before is None else (before,)
+
+
+def _uuid(before: tuple[Any, ...]) -> Any:
+    theirs = [run.uuid() if hasattr(run, "uuid") else None for run in before]
+    files = tuple(str(Path(__file__).with_name(name)) for name in _FILES)
+    if None in theirs:
+        return None
+    return custom_graph_pass.get_hash_for_files(files), *theirs
 
 
 def install_passes() -> None:
     """Let Inductor run the passes, from the next graph on that this thread compiles."""
-    before = getattr(config, "post_grad_custom_post_pass", config)  # None without Inductor
-    if before is not config and not isinstance(before, Passes):
-        config.post_grad_custom_post_pass = Passes(before)
+    for name, kind in (
+        ("post_grad_custom_post_pass", Passes), ("joint_custom_pre_pass", JointPasses),
+    ):  # fmt: skip
+        before = getattr(config, name, config)  # None without Inductor
+        if before is not config and not isinstance(before, kind):
+            setattr(config, name, kind(before))

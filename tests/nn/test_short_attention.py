@@ -17,10 +17,10 @@ from torch import Tensor, fx, nn
 from torch._inductor.fx_passes import pad_mm
 from torch.nn import functional
 
-from lokakern.nn import short_attention
+from lokakern.nn import graph_passes, short_attention
 from lokakern.nn.graph_edit import add
 from tests.support.routed_layers import ROUTE, layer_of
-from tests.support.traced_graphs import passed
+from tests.support.traced_graphs import graphs_of, passed
 
 ROOT = Path(__file__).parents[2]
 BATCH, TOKENS, HEADS, D = 6, 39, 2, 16
@@ -138,6 +138,57 @@ def test_an_attention_of_products_is_one_op_without_copies(attend: Attend) -> No
     assert found.shape == expected.shape and distance < 0.01
 
 
+def trained(model: nn.Module, *given: Tensor) -> tuple[list[Tensor], str]:
+    """Output and gradients of a compiled step, and the text of both graphs."""
+    found, graphs = graphs_of(
+        model, *given, change=lambda graph: None, trains=True,
+        change_both=graph_passes.JointPasses(None),
+    )  # fmt: skip
+    gradients = gradients_of(found, model)
+    return [found, *gradients], "\n".join(graph.python_code("self").src for graph in graphs)
+
+
+def gradients_of(y: Tensor, model: nn.Module) -> list[Tensor]:
+    torch.manual_seed(3)
+    weights = torch.randn(y.shape).to(y)
+    return [*torch.autograd.grad((y * weights).sum(), list(model.parameters()))]
+
+
+def compare_steps(model: nn.Module, found: list[Tensor], *given: Tensor) -> None:
+    expected = model(*given)
+    for one, other in zip(found, [expected, *gradients_of(expected, model)], strict=True):
+        distance = (one.double() - other.double()).norm() / other.double().norm()
+        assert one.shape == other.shape and one.dtype is other.dtype and distance < 0.02, distance
+
+
+class Pooled(nn.Module):
+    """Learned queries, one head for all."""
+
+    def __init__(self, attend: Attend) -> None:
+        super().__init__()
+        self.model = Model(attend)
+        self.queries = nn.Parameter(torch.randn(1, HEADS, 3, D, dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor, present: Tensor) -> Tensor:
+        made = self.model.inputs(x.flatten(0, 1)).view(len(x), -1, 3, HEADS, D)
+        _, k, v = made.permute(2, 0, 3, 1, 4).unbind(0)
+        q = self.queries.expand(len(x), -1, -1, -1)
+        return self.model.attend(q, k, v, present).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("attend", [plain, masked, biased, kept, early, by_silu, wide])
+@pytest.mark.parametrize("kind", [Model, Pooled])
+def test_a_training_has_an_op_each_way(attend: Attend, kind: type[nn.Module]) -> None:
+    if kind is Pooled and attend is early:
+        attend = masked
+    model, inputs = kind(attend), given()
+    found, code = trained(model, *inputs)
+    assert code.count("short_attention.default") == 1
+    assert code.count("short_attention_gradients.default") == 1
+    assert "bmm" not in code and "exp" not in code.replace("expand", "")
+    compare_steps(model, found, *inputs)
+
+
 def unmatched(name: str) -> Attend:
     """Attentions that are left to the compiler."""
 
@@ -213,13 +264,15 @@ def unmatched(name: str) -> Attend:
     )}[name]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["weights_are_read", "scores_are_read", "along_queries", "scaled_behind_a_mask",
-     "normalized_twice", "silu_of_another", "softmax_times_two", "mask_is_added",
-     "number_is_added", "less_a_number", "scores_of_another_shape", "one_query_for_all",
-     "rounded_scores", "one_for_all_samples", "padded_by_the_model", "long"],
-)  # fmt: skip
+UNMATCHED = [
+    "weights_are_read", "scores_are_read", "along_queries", "scaled_behind_a_mask",
+    "normalized_twice", "silu_of_another", "softmax_times_two", "mask_is_added",
+    "number_is_added", "less_a_number", "scores_of_another_shape", "one_query_for_all",
+    "rounded_scores", "one_for_all_samples", "padded_by_the_model", "long",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNMATCHED)
 def test_what_is_no_such_attention_is_left(name: str) -> None:
     model, inputs = Model(unmatched(name)), given()
     found, code = passed(model, *inputs)
@@ -227,6 +280,33 @@ def test_what_is_no_such_attention_is_left(name: str) -> None:
     with torch.no_grad():
         expected = model(*inputs)
     assert (found.double() - expected.double()).norm() < 0.01 * expected.double().norm()
+
+
+@pytest.mark.parametrize("name", UNMATCHED)
+def test_a_training_of_another_is_left(name: str) -> None:
+    model, inputs = Model(unmatched(name)), given()
+    found, code = trained(model, *inputs)
+    assert "short_attention" not in code
+    compare_steps(model, found, *inputs)
+
+
+def learned_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    return (q @ k.mT + bias).softmax(-1) @ v
+
+
+def test_a_bias_that_learns_is_left() -> None:
+    class Learning(Model):
+        def __init__(self) -> None:
+            super().__init__(learned_bias)
+            self.bias = nn.Parameter(torch.randn(HEADS, 1, TOKENS, dtype=torch.bfloat16))
+
+        def forward(self, x: Tensor, present: Tensor) -> Any:
+            return super().forward(x, self.bias)
+
+    model, inputs = Learning(), given()
+    found, code = trained(model, *inputs)
+    assert "short_attention" not in code
+    compare_steps(model, found, *inputs)
 
 
 def test_an_expanded_key_is_one_for_all_tokens() -> None:
@@ -299,6 +379,75 @@ def test_a_fused_attention_reads_its_bias_before_it_is_expanded(name: str) -> No
     graph.lint()
 
 
+def _trained_graph(name: str, **options: Any) -> tuple[fx.Graph, dict[str, fx.Node]]:
+    """The same with its gradients."""
+    target = getattr(aten, f"_scaled_dot_product_{name}_attention").default
+    graph, nodes = _fused_graph(target, scale=0.5)
+    node, output = nodes["node"], graph.output_node()
+    (out,) = node.users
+    parts = [x.name for x in target._schema.arguments]
+    given = {**dict(zip(parts, node.args, strict=False)), **node.kwargs, "out": out}
+    back = getattr(aten, f"_scaled_dot_product_{name}_attention_backward").default
+    with graph.inserting_before(output):
+        dy = graph.placeholder("dy")
+        dy.meta["val"] = out.meta["val"]
+        log = graph.call_function(operator.getitem, (node, 1))
+        given |= {"logsumexp": log, "dropout_p": 0.0, "is_causal": False, **options}
+        places = [x for x in back._schema.arguments if not x.kwarg_only]
+        args = (dy, *(given.get(x.name) for x in places[1:]))
+        nodes["back"] = graph.call_function(back, args, {"scale": given["scale"]})
+        ends = []
+        for place in range(3):
+            ends.append(graph.call_function(operator.getitem, (nodes["back"], place)))
+            ends[-1].meta["val"] = out.meta["val"]
+    output.args = ((output.args[0], *ends),)
+    return graph, {**nodes, "dy": dy, "log": log}
+
+
+@pytest.mark.parametrize("name", ["efficient", "cudnn", "flash"])
+def test_a_fused_attention_trains_by_an_op_each_way(name: str) -> None:
+    graph, nodes = _trained_graph(name)
+    short_attention.attend_in_training(graph)
+    graph.lint()
+    (made,) = graph.find_nodes(op="call_function", target=OP)
+    gradients = torch.ops.lokakern.short_attention_gradients.default
+    (back,) = graph.find_nodes(op="call_function", target=gradients)
+    assert back.args == (nodes["dy"], *made.args)
+    assert made.args[3:] == (None if name == "flash" else nodes["bias"], 0.5, False, True, 0.0)
+    given: Any = graph.output_node().args[0]
+    assert [x.args[0].args for x in given[1:]] == [(back, place) for place in range(3)]
+    assert "scaled_dot" not in graph.python_code("self").src
+
+
+@pytest.mark.parametrize(
+    "options", [{"scale": 0.25}, {"dropout_p": 0.1}, {"is_causal": True}, {"attn_bias": None}]
+)
+def test_a_fused_attention_whose_gradients_are_of_another_is_left(options: dict[str, Any]) -> None:
+    graph, _ = _trained_graph("efficient", **options)
+    short_attention.attend_in_training(graph)
+    assert "lokakern" not in graph.python_code("self").src
+
+
+def test_a_fused_attention_without_gradients_is_left_in_a_training() -> None:
+    graph, nodes = _trained_graph("efficient")
+    given: Any = graph.output_node().args[0]
+    graph.output_node().args = ((given[0], nodes["log"]),)
+    for node in (*given[1:], nodes["back"]):
+        graph.erase_node(node)
+    short_attention.attend_in_training(graph)
+    assert "lokakern" not in graph.python_code("self").src
+
+
+def test_a_bias_of_a_fused_attention_that_learns_is_left() -> None:
+    graph, nodes = _trained_graph("efficient")
+    output = graph.output_node()
+    with graph.inserting_before(output):
+        of_bias = graph.call_function(operator.getitem, (nodes["back"], 3))
+    output.args = ((*output.args[0], of_bias),)  # type: ignore[misc]
+    short_attention.attend_in_training(graph)
+    assert "lokakern" not in graph.python_code("self").src
+
+
 def test_an_output_by_heads_stays_contiguous() -> None:
     target = aten._scaled_dot_product_cudnn_attention.default
     graph, nodes = _fused_graph(target)
@@ -357,14 +506,25 @@ def test_one_whose_logarithms_are_read_is_left() -> None:
 
 
 def reference(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, causal: bool
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, causal: bool,
+    silu: float = 0.0, reads_nothing: float = -math.inf,
+) -> Tensor:  # fmt: skip
+    """In float64; scores of a query that reads nothing may be another number."""
     score = q.double() @ k.double().mT * scale
-    if bias is not None:
-        score = score.masked_fill(bias, -math.inf) if bias.dtype is torch.bool else score + bias
+    out = torch.zeros_like(score, dtype=torch.bool)
+    if bias is not None and bias.dtype is torch.bool:
+        out |= bias
+    elif bias is not None:
+        score = score + bias
     if causal:
-        score = score.masked_fill(torch.ones_like(score, dtype=torch.bool).triu(1), -math.inf)
-    return (score.softmax(-1) @ v.double()).transpose(1, 2)
+        out |= torch.ones_like(out).triu(1)
+    if silu:
+        p = silu * functional.silu(score).masked_fill(out, 0.0)
+    else:
+        nothing = out.all(-1, keepdim=True)
+        p = score.masked_fill(out & ~nothing, -math.inf).masked_fill(nothing, reads_nothing)
+        p = p.softmax(-1)
+    return (p @ v.double()).transpose(1, 2)
 
 
 CASES = [
@@ -404,21 +564,40 @@ def check(device: str, dtype: torch.dtype) -> None:
                 assert found.isnan()[nothing].all()
             error = (found.double() - expected)[~nothing].abs().max()
             assert error < (0.03 if dtype is torch.bfloat16 else 0.004), (queries, keys, d, error)
-        found = run(q, k, v, bias, d**-0.5, causal, True, 0.5)
-        score = q.double() @ k.double().mT * d**-0.5
-        if bias is not None and bias.dtype is not torch.bool:
-            score = score + bias
-        weights = 0.5 * functional.silu(score)
-        if bias is not None and bias.dtype is torch.bool:
-            weights = weights.masked_fill(bias, 0.0)
-        if causal:
-            weights = weights.tril()
         if kind != "added":  # silu of minus infinity is NaN
-            expected = (weights @ v.double()).transpose(1, 2)
+            found = run(q, k, v, bias, d**-0.5, causal, True, 0.5)
+            expected = reference(q, k, v, bias, d**-0.5, causal, 0.5)
             assert (found.double() - expected).norm() < 0.01 * expected.norm()
+        check_gradients(q, k, v, bias, d**-0.5, causal, 0.0)
+        if kind != "added":
+            check_gradients(q, k, v, bias, d**-0.5, causal, 0.5)
         made[0, 0] = math.nan
         found = run(q, k, v, None, 1.0, False, True)
         assert found[0].isnan().all() and not found[1:].isnan().any()
+
+
+def check_gradients(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, causal: bool, silu: float
+) -> None:
+    """Of the kernel and of the op without it, against autograd in float64."""
+    from lokakern.kernels.triton.short_attention import short_attention_gradients as run
+
+    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    given = bias, scale, causal, silu
+    dy = torch.randn_like(q)
+    is_known = ~reference(q, k, v, *given).isnan()
+    y = reference(*leaves, *given, reads_nothing=0.0)  # type: ignore[misc]
+    # Zeros, which a query that reads nothing gets, have no gradients.
+    expected = torch.autograd.grad(y, leaves, dy.double().transpose(1, 2) * is_known)
+    on_cpu = [None if x is None else x.cpu() for x in (dy, q, k, v, bias)]
+    op = torch.ops.lokakern.short_attention_gradients
+    tolerance = 0.012 if q.dtype is torch.bfloat16 else 0.0015
+    for found in (run(dy, q, k, v, *given[:3], True, silu), op(*on_cpu, *given[1:3], True, silu)):
+        for one, other in zip(found, expected, strict=True):
+            assert one.transpose(1, 2).shape == other.shape
+            assert one.is_contiguous() and one.dtype is q.dtype
+            error = (one.transpose(1, 2).double().to(other.device) - other).norm()
+            assert error < tolerance * other.norm() + 1e-6, (q.shape, k.shape, error)
 
 
 if __name__ == "__main__":

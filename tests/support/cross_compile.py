@@ -260,21 +260,33 @@ def summed_norm_cases() -> list[Case]:
 
 def attention_cases() -> list[Case]:
     k = short_attention
-    return [
-        Case(
-            f"short_attention {dtype} {queries}x{keys}x{d} {bias} {silu}", k.short_attention_kernel,
-            (*(f"*{dtype}",) * 3, {1: f"*{dtype}", 2: "*u8"}.get(bias, f"*{dtype}"), f"*{dtype}"),
-            (4, d, *(3456 * 4, d, 4 * d) * 3, keys, 0, 0, 1), 2,
-            (0.25, bias, each, silu, causal, True, *k.tile_of(queries, keys, d)[:3]),
-            k.tile_of(queries, keys, d)[3], 1, is_registered=False,
-        )
-        for dtype, queries, keys, d, bias, each, silu, causal in (
-            ("bf16", 54, 54, 16, k.ADDS.value, False, 0.0, False),
-            ("bf16", 2, 54, 16, k.EXCLUDES, False, 0.0, False),
-            ("bf16", 128, 128, 64, k.NO_BIAS, False, 0.0078125, False),
-            ("fp16", 128, 128, 64, k.ADDS.value, True, 0.0, True),
-        )
-    ]  # fmt: skip
+    found = []
+    for dtype, queries, keys, d, bias, each, silu, causal in (
+        ("bf16", 54, 54, 16, k.ADDS.value, False, 0.0, False),
+        ("bf16", 2, 54, 16, k.EXCLUDES, False, 0.0, False),
+        ("bf16", 128, 128, 64, k.NO_BIAS, False, 0.0078125, False),
+        ("fp16", 128, 128, 64, k.ADDS.value, True, 0.0, True),
+    ):
+        operands, of_bias = (f"*{dtype}",) * 3, {2: "*u8"}.get(bias, f"*{dtype}")
+        steps, settings = (3456 * 4, d, 4 * d), (0.25, bias, each, silu, causal, True)
+        text = f"{dtype} {queries}x{keys}x{d} {bias} {silu}"
+        *tile, warps = k.tile_of(queries, keys, d)
+        found.append(
+            Case(
+                f"short_attention {text}", k.short_attention_kernel,
+                (*operands, of_bias, f"*{dtype}"), (4, d, *steps * 3, keys, 0, 0, 1), 2,
+                (*settings, *tile), warps, 1, is_registered=False,
+            )
+        )  # fmt: skip
+        *tile, warps = k.gradient_tile_of(queries, keys, d)
+        found.append(
+            Case(
+                f"short_attention_gradients {text}", k.short_attention_gradients_kernel,
+                (f"*{dtype}", *operands, of_bias, *operands), (4, d, *steps * 4, keys, 0, 0, 1), 2,
+                (*settings, *tile), warps, 1, is_registered=False,
+            )
+        )  # fmt: skip
+    return found
 
 
 def cases(target: str) -> list[Case]:
