@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from lokakern.nn.added_products import add_in_products
 from lokakern.nn.concatenated_tokens import multiply_parts, write_terms
 from lokakern.nn.flat_sums import IS_NEEDED, sum_to_vectors
 from lokakern.nn.normalized_blocks import keep_blocks
@@ -36,15 +37,15 @@ PASSES: tuple[Callable[[fx.Graph], None], ...] = (
 EXACT_PASSES: tuple[Callable[[fx.Graph], None], ...] = (
     keep_blocks, *([sum_to_vectors] if IS_NEEDED else []),
 )  # fmt: skip
-JOINT_PASSES: tuple[Callable[[fx.Graph], None], ...] = (attend_in_training,)
+JOINT_PASSES: tuple[Callable[[fx.Graph], None], ...] = (attend_in_training, add_in_products)
 OPS = (
     "routed_gemm", "activated_gemm", "routed_chain", "weight_gradient", "norm_gradient",
     "bias_gradient", "logit",
 )  # fmt: skip
 _FILES = (
     "graph_passes.py", "concatenated_tokens.py", "summed_norm.py", "normalized_blocks.py",
-    "short_attention.py", "attention_patterns.py", "flat_sums.py", "graph_edit.py", "inductor.py",
-    "logit.py",
+    "short_attention.py", "attention_patterns.py", "added_products.py", "flat_sums.py",
+    "graph_edit.py", "inductor.py", "logit.py",
 )  # fmt: skip
 # A pass of this class is told whether a graph is of inference; earlier torch has none.
 _TOLD: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", None)

@@ -24,6 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from lokakern.kernels.triton import (
+    added_products,
     dequantize,
     gemm_norm,
     norm_pieces,
@@ -289,9 +290,22 @@ def attention_cases() -> list[Case]:
     return found
 
 
+def added_cases() -> list[Case]:
+    k = added_products
+    return [
+        Case(
+            f"added_products {dtype} {count} {r}", k.added_products_kernel, (f"*{dtype}",) * 5,
+            (720, 160, count, r, 720 * count, count, 160 * count, 160, 1, 720, 160 * r, 160), 0,
+            (k.M, k.N, max(16, triton.next_power_of_2(count)), *k.padded_to(r)), k.WARPS, k.STAGES,
+            is_registered=False,
+        )
+        for dtype, count, r in (("bf16", 24, 120), ("bf16", 48, 192), ("fp16", 24, 120))
+    ]  # fmt: skip
+
+
 def cases(target: str) -> list[Case]:
     found = [*gemm_cases(target), *norm_cases(target), *quantize_cases(target)]
-    others = token_cases() + summed_norm_cases() + attention_cases()
+    others = token_cases() + summed_norm_cases() + attention_cases() + added_cases()
     return found + others if target.startswith("sm") else found
 
 
