@@ -159,10 +159,15 @@ def test_norms_of_sums_have_wide_loads(target: str) -> None:
 
 
 @pytest.mark.parametrize("target", [t for t in TARGETS if t.startswith("sm")])
-def test_short_attentions_are_two_products(target: str) -> None:
+def test_short_attentions_are_products_of_tensor_cores(target: str) -> None:
     for kernel in working(target, "short_attention"):
         assert kernel["widest_load"] == 16, kernel
         assert kernel["matrix"] or "fp16" in kernel["kernel"], kernel  # only bfloat16 is looked for
+
+
+def test_added_products_are_pipelined() -> None:
+    for kernel in working("sm_90", "added_products"):
+        assert kernel["widest_load"] == 16 and kernel["async_copies"] >= 6, kernel
 
 
 def test_promoted_sums_are_added_in_float32() -> None:
