@@ -317,14 +317,33 @@ def test_a_pass_of_the_user_runs_first() -> None:
         assert seen and seen[0] and "lokakern.rows_of_parts" in code
 
 
-def test_passes_are_installed_once_and_again_where_they_are_gone() -> None:
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("post_grad_custom_post_pass", graph_passes.Passes),
+     ("joint_custom_pre_pass", graph_passes.JointPasses)],
+)  # fmt: skip
+def test_passes_are_installed_once_and_again_where_they_are_gone(name: str, kind: Any) -> None:
     for _ in range(2):
-        with config.patch(post_grad_custom_post_pass=None):
+        with config.patch({name: None}):
             graph_passes.install_passes()
-            first = config.post_grad_custom_post_pass
+            first = getattr(config, name)
             graph_passes.install_passes()
-            assert config.post_grad_custom_post_pass is first
+            assert getattr(config, name) is first and type(first) is kind
             assert pickle.loads(pickle.dumps(first)).uuid() == first.uuid() is not None
+
+
+def test_a_joint_pass_of_the_user_runs_first_and_ours_on_converted_models_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(graph_passes, "JOINT_PASSES", (lambda graph: seen.append("ours"),))
+    passes = graph_passes.JointPasses([lambda graph: seen.append("theirs")])
+    graph = fx.Graph()
+    passes(graph)
+    assert seen == ["theirs"] and passes.uuid() is None
+    graph.call_function(torch.ops.lokakern.logit.default, (graph.placeholder("x"),))
+    passes(graph)
+    assert seen == ["theirs", "theirs", "ours"]
 
 
 def test_passes_that_want_to_know_are_told_of_inference() -> None:
