@@ -743,6 +743,8 @@ def test_a_sequence_of_another_class() -> None:
     x = rows(32).requires_grad_()
     assert calls_of(compiled(model), x) == 1
     model.plain.__class__ = Negated
+    if torch.__version__ < (2, 13):  # whose guards do not notice another class of any module
+        torch._dynamo.reset()
     assert torch.equal(compiled(model)(x), Block.forward(model, x)) and calls_of(model, x) == 0
     model = block(lambda s, x: s.plain(s.fc(x)), relus=True, joins=False)
     while len(model.plain):
