@@ -3,6 +3,7 @@
 #     make install  the virtual environment that all below need
 #     make test     the core of the tests: minutes, and every module
 #     make test-all the rest of the tests
+#     make oldest   the tests of compiled code with the lowest torch of pyproject.toml
 #     make docs     docs/ as HTML, into build/docs
 #     make lint types bench wheel clean
 # Overrides:
@@ -19,6 +20,7 @@ TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 JOBS ?= auto
 ARGS ?=
 PART ?=
+OLDEST := $(shell sed -n 's/^ *"torch>=\([0-9.]*\)".*/\1.0/p' pyproject.toml)
 
 BIN := $(VENV)/bin
 # What is installed, for which torch; as old as the file that says what to install.
@@ -29,7 +31,7 @@ FOR_DOCS := $(VENV)/.installed-docs-$(TORCH)
 # Tests start some 200 processes: each would compile torch's Python, 6 s where it imports dynamo.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo install test test-all lint types bench wheel docs clean help
+.PHONY: demo install test test-all oldest lint types bench wheel docs clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -52,6 +54,12 @@ test: $(FOR_DEV)
 # 5: ARGS names tests that are all in the core.
 test-all: $(FOR_DEV)
 	$(BIN)/python -m pytest -m rest -n $(JOBS) --dist worksteal $(if $(PART),--part $(PART)) $(ARGS) $(if $(ARGS),|| [ $$? = 5 ])
+
+# Compilers change most between versions of torch. A virtual environment of its own, inside the other.
+TRACED := tests/nn tests/conversion tests/functional tests/mods tests/probe
+
+oldest:
+	$(MAKE) test VENV=$(VENV)/oldest TORCH=$(OLDEST) ARGS="$(TRACED) $(ARGS)"
 
 lint: $(FOR_DEV)
 	$(BIN)/ruff check .

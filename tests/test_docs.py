@@ -15,6 +15,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,6 +164,15 @@ def test_commands_in_the_docs_run(block: Block, elsewhere: Path) -> None:
         else:
             assert not words or words[0] in BELIEVED, f"nothing checks {line!r}"
     assert block.expected in (None, shown)
+
+
+@pytest.mark.rest
+def test_make_oldest_tests_the_lowest_torch_that_is_admitted() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (lowest,) = (x[7:] for x in project["dependencies"] if x.startswith("torch>="))
+    call = ["make", "-C", ROOT, "--dry-run", "oldest"]
+    shown = subprocess.run(call, check=True, capture_output=True, text=True).stdout
+    assert f" TORCH={lowest}.0 " in shown
 
 
 def test_suites_in_the_docs_are_suites(tmp_path: Path) -> None:

@@ -112,7 +112,9 @@ def has_own_call(module: nn.Module) -> bool:
     """Whether a module has hooks, or a forward beside that of its class."""
     if module._forward_hooks or module._forward_pre_hooks:  # torch 2.11 traces no bool of hooks
         return True
-    return "forward" in module.__dict__
+    # Dynamo guards an attribute that is read, and not what a dictionary lacks: without the second
+    # part compiled code would not notice a forward that the module gets later.
+    return "forward" in module.__dict__ or module.forward is None
 
 
 def has_global_hooks() -> bool:

@@ -66,7 +66,7 @@ from lokakern.nn.traced_forward import (
 from lokakern.types import Granularity
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)  # which a forward reads, and does not call
-_METHOD = "\0method"  # stands for what is no setting
+_METHOD, _OTHER = "\0method", "\0other"  # stand for what is no setting
 _MOST_SHAPES = 16
 _CODES: WeakKeyDictionary[type[nn.Module], CodeType] = WeakKeyDictionary()
 _REPLICATE = "_replicate_for_data_parallel"  # what nn.DataParallel calls
@@ -388,9 +388,12 @@ class CrossedForward:
         if kind.forward is not self._own_forward:
             return False
         for name, value in self._of_class.items():
-            is_other = value != _METHOD and not _is_same(getattr(kind, name), value)
-            if name in own or is_other:
+            if name in own:
                 return False
+            if value != _OTHER:
+                now = getattr(self.module, name)  # which Dynamo guards, and not ``name in own``
+                if value != _METHOD and not _is_same(now, value):
+                    return False
         for name in self._missing:
             if hasattr(self.module, name):
                 return False
@@ -575,9 +578,11 @@ def _settings_of(module: nn.Module, names: set[str] | None) -> dict[str, Any]:
     for base in mro[: mro.index(nn.Module)]:
         for name, value in vars(base).items():
             if name not in vars(module) and not name.startswith("__") and name != "forward":
-                found.setdefault(name, value if is_setting(value) else _METHOD)
+                other = _METHOD if isinstance(value, FunctionType) else _OTHER
+                found.setdefault(name, value if is_setting(value) else other)
     return {
-        name: x for name, x in found.items() if names is None or x != _METHOD or name in names
+        name: x for name, x in found.items()
+        if names is None or x not in (_METHOD, _OTHER) or name in names
     }  # fmt: skip
 
 

@@ -32,8 +32,10 @@ def sum_to_vectors(graph: fx.Graph) -> None:
         if over != list(range(len(over))) or len(over) == of.dim():
             continue
         with graph.inserting_before(node):
-            columns = of.shape[len(over) :].numel()
-            matrix = add(graph, aten.reshape.default, x, [-1, columns])
+            matrix = x  # as it is: `inductor` looks for sums of a product's operand
+            if of.dim() != 2:
+                columns = of.shape[len(over) :].numel()
+                matrix = add(graph, aten.reshape.default, x, [-1, columns])
             total = add(graph, aten.sum.dim_IntList, matrix, [0], **node.kwargs)
             replace(node, add(graph, aten.reshape.default, total, list(result.shape)))
     graph.eliminate_dead_code()

@@ -388,7 +388,11 @@ class Padded(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("strict", [False, True])
+# In torch 2.11 an nn.MultiheadAttention with a mask of a dynamic length exports only if strict.
+STRICT = [True] if torch.__version__ < (2, 12) else [False, True]
+
+
+@pytest.mark.parametrize("strict", STRICT)
 @pytest.mark.parametrize("is_self", [True, False])
 def test_exported_attentions(strict: bool, is_self: bool) -> None:
     attention = attention_of(batch_first=True).eval()

@@ -132,6 +132,17 @@ def test_sums_over_rows_are_vectors(shape: tuple[int, ...]) -> None:
     assert leading and all(node.meta["val"].dim() == 1 for node in leading)
 
 
+def test_a_sum_of_a_matrix_reads_the_matrix() -> None:
+    """A product with this operand looks for the sum, see `lokakern.nn.inductor`."""
+    x = torch.randn(ROWS, N)
+    found, (graph,) = graphs_of(
+        lambda x: x.sum(-2, keepdim=True), x, change=sum_to_vectors, trains=False
+    )
+    assert torch.equal(found, x.sum(0, keepdim=True))
+    (total,) = graph.find_nodes(op="call_function", target=aten.sum.dim_IntList)
+    assert total.args[0].op == "placeholder" and total.args[1] == [0]
+
+
 def test_other_sums_stay() -> None:
     def run(x: Tensor) -> Tensor:
         return x.sum(-1, keepdim=True) + x.sum((0, 2), keepdim=True) + x.sum()

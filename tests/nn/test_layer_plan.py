@@ -16,6 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import lokakern
 from lokakern import mods
 from lokakern.conversion import convert as conversion
+from lokakern.nn.adoption import Chosen, adopt, apply_choice
 from lokakern.nn.linear import Linear
 from lokakern.nn.routed_matmul import PLAIN
 from lokakern.nn.static_handoff import BoundedSequential, set_handoff
@@ -49,21 +50,26 @@ def guards_of_a_layer(make: Callable[[], nn.Module]) -> int:
     return many - few
 
 
-def routed(is_frozen: bool = False) -> Linear:
-    layer = layer_of(ROUTES, n=K)
-    if is_frozen:
-        layer.freeze()
+def routed(routes: tuple[str, ...] = ROUTES, is_frozen: bool = False) -> Linear:
+    """A layer as a conversion leaves it."""
+    layer = nn.Linear(K, K, dtype=torch.bfloat16)
+    adopt(layer)
+    assert isinstance(layer, Linear)
+    apply_choice(layer, Chosen("", routes, is_frozen))
     return layer
 
 
 def test_a_converted_layer_adds_few_guards_to_those_of_a_linear_layer() -> None:
-    """Plan, form and the class of the weight; two buffers with their dictionaries if frozen."""
+    """Plan, form and the class of the weight; two buffers with their dictionaries if frozen.
+
+    Two lines an attribute of the layer itself: in torch 2.11 one of its class takes ten.
+    """
     expected = guards_of_a_layer(lambda: nn.Linear(K, K, dtype=torch.bfloat16))
-    assert guards_of_a_layer(routed) <= expected + 4
-    assert guards_of_a_layer(lambda: layer_of((PLAIN,) * 3, n=K)) <= expected + 3
+    assert guards_of_a_layer(routed) <= expected + 5
+    assert guards_of_a_layer(lambda: routed((PLAIN,) * 3)) <= expected + 2
     with torch.no_grad():
-        buffers = guards_of_a_layer(lambda: routed(is_frozen=True)) - expected - 4
-    assert buffers <= 20  # 8 a tensor
+        buffers = guards_of_a_layer(lambda: routed(is_frozen=True)) - expected - 5
+    assert buffers <= 12
 
 
 def test_no_guard_of_converted_layers_runs_python() -> None:
@@ -247,7 +253,7 @@ def test_autocast_and_no_grad_within_a_compiled_function_are_in_effect() -> None
 def test_an_exported_layer_takes_any_number_of_rows(
     leading: tuple[int, ...], strict: bool, is_frozen: bool
 ) -> None:
-    layer, auto = routed(is_frozen), torch.export.Dim.AUTO
+    layer, auto = routed(is_frozen=is_frozen), torch.export.Dim.AUTO
     with torch.no_grad():
         sizes = ({place: auto for place in range(1 + len(leading))},)
         x = rows(48).view(*leading, -1, K)
