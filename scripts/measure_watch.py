@@ -4,9 +4,11 @@
 
 The dense part of MLPerf's DLRM-DCNv2, bfloat16, fused AdamW: "graph" at 8192 samples in CUDA graphs
 of torch.compile, "compiled" at 2048 without graphs. Blocks of steps with and without a watch, each
-with one sampled step, run in turn; the overhead is the median of their ratios. Then one feature
-grows until FP8 is unsafe. Prints a line for each case, and writes all figures to FILE. About a
-minute on an H200; ``--size tiny --every 10 --kernels row`` tries it on a CPU.
+with one sampled step, run in turn; the overhead is the median of their ratios. What it consists of
+is measured apart: the sampled step and others by themselves, the thread's time for each window, and
+how many products it replayed. Then one feature grows until FP8 is unsafe. Prints some lines for
+each case, and writes all figures to FILE. About a minute on an H200; ``--size tiny --every 10
+--kernels row`` tries it on a CPU.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from lokakern.bench.models.dlrm import SIZES
 from lokakern.bench.models.throughput import sent
 from lokakern.bench.models.zoo.architecture import Feature
 from lokakern.bench.models.zoo.catalog import dlrm_dcnv2
+from lokakern.conversion import drift_judge
 from lokakern.conversion.convert import Conversion
 from lokakern.conversion.drift_watch import TO_BF16, DriftWatch
 from lokakern.types import COMPILED, COMPILED_GRAPH
@@ -34,7 +37,9 @@ CASES = {  # regime, mode of torch.compile, samples
     "graph": (COMPILED_GRAPH, "reduce-overhead", 8192),
     "compiled": (COMPILED, "default", 2048),
 }
-BUDGET, MOST_STEPS, GROWTH = 0.06, 500, 1e6
+BUDGET, GROWTH = 0.06, 1e6
+BAR, MOST_STEPS = 500, 1500  # steps in which a drift should be found, and after which none is
+APART, APART_EVERY = 8, 10  # sampled steps that are measured by themselves, and steps from one on
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 COUNTERS = torch._dynamo.utils.counters["stats"]
 
@@ -90,18 +95,47 @@ class Training:
         return start.elapsed_time(end) / count
 
 
+class Thread:
+    """What the thread of a watch did: for each window its times, and products that it replayed."""
+
+    def __init__(self, watch: DriftWatch) -> None:
+        self.windows: list[dict[str, Any]] = []
+        judge: Any = watch._judge
+        judge._judge, self._look = self._timed, judge._judge
+        self._replay: Any = drift_judge.replay
+        drift_judge.replay = self._counted  # type: ignore[assignment]
+
+    def _counted(self, site: Any, **options: Any) -> Any:
+        self.windows[-1]["products"] += len(options["only"])
+        return self._replay(site, **options)
+
+    def _timed(self, window: Any) -> None:
+        begun, cpu = time.perf_counter(), time.thread_time()
+        self.windows.append({"products": 0})
+        self._look(window)
+        self.windows[-1] |= {
+            "ms": (time.perf_counter() - begun) * 1e3, "cpu_ms": (time.thread_time() - cpu) * 1e3,
+        }  # fmt: skip
+
+    def end(self) -> None:
+        drift_judge.replay = self._replay
+
+
 def measure(case: str, size: str, every: int, rounds: int, kernels: str | None) -> dict[str, Any]:
     torch._dynamo.reset()
     watched = Training(case, size, kernels)
     with watched.handle.watch(budget=BUDGET, every=2) as watch:
+        thread = Thread(watch)
         alone = Training(case, size, kernels)
         for _ in range(2):  # the first judgements may turn products off: compiled again in graphs
             for training in (watched, alone):
                 for _ in range(8):  # compiled, and captured, sampled and not
                     training.step()
             watch.apply(wait=True)
+        first = thread.windows.copy()
         probe: Any = watch._probe
         without_waits(watched, watch)
+        apart = steps_apart(watched, watch)
         probe.every = every
         graphs = COUNTERS["unique_graphs"]
         ratios, plain_ms, beyond_ms = [], [], []
@@ -110,6 +144,8 @@ def measure(case: str, size: str, every: int, rounds: int, kernels: str | None) 
             while watch.steps % every != every - every // 10:
                 watched.step()
             watch.apply(wait=True)
+            if place == 0:
+                thread.windows.clear()
             found = {}
             for training in (watched, alone) if place % 2 else (alone, watched):
                 found[training] = training.block_ms(every)
@@ -120,18 +156,57 @@ def measure(case: str, size: str, every: int, rounds: int, kernels: str | None) 
             if place >= 0:
                 ratios.append(found[watched] / found[alone])
                 plain_ms.append(found[alone])
+        windows = thread.windows.copy()
         recompiled = COUNTERS["unique_graphs"] - graphs
-        told = list(watch.events)
-        steps, compiled = swapped_after(watched, watch)
+        known = list(watch.events)
+        told, swapped, compiled = found_after(watched, watch)
+        thread.end()
     return {
         "case": case, "samples": len(watched.inputs[0]), "every": every,
         "overhead": statistics.median(ratios) - 1.0, "overheads": [x - 1.0 for x in ratios],
         "step_ms": statistics.median(plain_ms), "thread_beyond_block_ms": beyond_ms[1:],
-        "layers": len({event.site for event in told}),
-        "alarms": sum(bool(event.moved) for event in told), "recompiled": recompiled,
-        "swapped_after": steps, "compiled_by_swap": compiled, "in_bf16": watch.in_bf16,
+        **apart, "first_windows": first, "windows": windows,
+        "drift_windows": thread.windows[len(windows):],
+        "layers": len({event.site for event in known}),
+        "alarms": sum(bool(event.moved) for event in known), "recompiled": recompiled,
+        "told_after": told, "swapped_after": swapped, "compiled_by_swap": compiled,
+        "in_bf16": watch.in_bf16,
         "host_waits": 0 if DEVICE == "cuda" else None,  # or an error was raised
     }  # fmt: skip
+
+
+def steps_apart(watched: Training, watch: DriftWatch) -> dict[str, Any]:
+    """Medians of sampled steps and of those before the next, each with an idle device before it.
+
+    Until the host is done, and until the device is; of the first also without the thread, which
+    takes the interpreter from the host as soon as the step is over.
+    """
+    probe: Any = watch._probe
+    judge: Any = watch._judge
+    probe.every = APART_EVERY
+    found: dict[str, list[float]] = {}
+    for with_thread in (True, False):
+        put = judge.put
+        if not with_thread:
+            judge.put = lambda sites: None
+        for _ in range(APART * APART_EVERY):
+            kind = "sampled" if probe.is_sampling else "other"
+            is_kept = probe.is_sampling or watch.steps % APART_EVERY > APART_EVERY // 2
+            if DEVICE == "cuda":
+                torch.cuda.synchronize()
+            begun = time.perf_counter()
+            watched.step()
+            host = time.perf_counter() - begun
+            if DEVICE == "cuda":
+                torch.cuda.synchronize()
+            if is_kept:
+                end = "" if with_thread else "_alone"
+                found.setdefault(f"{kind}{end}_host_ms", []).append(host * 1e3)
+                whole = (time.perf_counter() - begun) * 1e3
+                found.setdefault(f"{kind}{end}_ms", []).append(whole)
+        judge.put = put
+        watch.apply(wait=True)
+    return {name: statistics.median(values) for name, values in found.items()}
 
 
 def without_waits(watched: Training, watch: DriftWatch) -> None:
@@ -142,29 +217,58 @@ def without_waits(watched: Training, watch: DriftWatch) -> None:
     if DEVICE == "cpu":
         return
     judge: Any = watch._judge
-    judge.put, put = lambda sites: None, judge.put
+    watch.apply(wait=True)
+    look, judge._judge = judge._judge, lambda window: None
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(5):
             watched.step()
+        watch.apply(wait=True)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-        judge.put = put
+        judge._judge = look
 
 
-def swapped_after(watched: Training, watch: DriftWatch) -> tuple[int | None, int]:
-    """Steps from a drift until products run in bfloat16, and graphs that were compiled for it."""
+def found_after(watched: Training, watch: DriftWatch) -> tuple[int | None, int | None, int]:
+    """Steps from a drift until it is told, and until products run in bfloat16; compiled for it."""
     earlier, begun, graphs = len(watch.events), watch.steps, COUNTERS["unique_graphs"]
     watched.inputs[1].data[:, 0] *= GROWTH
-    found = None
+    told = swapped = None
     for _ in range(MOST_STEPS):
         watched.step()
-        if any(event.action == TO_BF16 for event in watch.events[earlier:]):
-            found = watch.steps - begun
+        new = watch.events[earlier:]
+        if told is None and any(event.moved for event in new):
+            told = watch.steps - begun
+        if any(event.action == TO_BF16 for event in new):
+            swapped = watch.steps - begun
             break
     for _ in range(3):
         watched.step()
-    return found, COUNTERS["unique_graphs"] - graphs
+    return told, swapped, COUNTERS["unique_graphs"] - graphs
+
+
+def lines_of(row: dict[str, Any]) -> list[str]:
+    """What is printed of a case."""
+
+    def thread(name: str) -> str:
+        windows = row[name]
+        cpu = [window["cpu_ms"] for window in windows]
+        products = [window["products"] for window in windows]
+        return f"cpu {[round(x, 1) for x in cpu]} ms, products {products}"
+
+    late = "" if (row["swapped_after"] or MOST_STEPS) <= BAR else f" (more than {BAR})"
+    return [
+        f"{row['case']} at {row['samples']}: overhead {row['overhead']:+.2%} of "
+        f"{row['step_ms']:.3f} ms, {[round(x, 3) for x in row['overheads']]}; {row['layers']} "
+        f"layers, {row['recompiled']} compiled, {row['alarms']} alarms; {row['took_s']} s",
+        f"  host of a step {row['other_host_ms']:.3f} ms, sampled {row['sampled_host_ms']:.3f}, "
+        f"without the thread {row['sampled_alone_host_ms']:.3f}; until the device is done "
+        f"{row['other_ms']:.3f}, {row['sampled_ms']:.3f} and {row['sampled_alone_ms']:.3f}",
+        f"  thread: first {thread('first_windows')}; in rounds {thread('windows')}; of the drift "
+        f"{thread('drift_windows')}",
+        f"  drift told after {row['told_after']} steps, swapped after {row['swapped_after']}{late},"
+        f" {row['compiled_by_swap']} compiled for it, in bf16: {', '.join(row['in_bf16'])}",
+    ]
 
 
 def main() -> None:
@@ -187,13 +291,7 @@ def main() -> None:
             "torch": torch.__version__, "took_s": round(time.perf_counter() - begun, 1),
         }  # fmt: skip
         rows.append(row)
-        print(
-            f"{case} at {row['samples']}: overhead {row['overhead']:+.2%} of {row['step_ms']:.3f} "
-            f"ms, {row['layers']} layers, {row['recompiled']} compiled, {row['alarms']} alarms; "
-            f"swapped after {row['swapped_after']} steps, {row['compiled_by_swap']} compiled for "
-            f"it; {row['took_s']} s",
-            flush=True,
-        )
+        print(*lines_of(row), sep="\n", flush=True)
         if asked.out:
             asked.out.write_text(json.dumps(rows, indent=1) + "\n")
 

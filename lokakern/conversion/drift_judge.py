@@ -1,4 +1,9 @@
-"""The thread of a watch: compares windows, and judges the sites that moved."""
+"""The thread of a watch: compares windows, and judges the products whose operands moved.
+
+Whatever it does in Python, it takes from the training, whose thread waits for the interpreter
+meanwhile. So windows are compared by a few calls, and of a site only the kernels are replayed that
+its products have.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +12,22 @@ import itertools
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
-from lokakern.probe.drift import Usual, profile_of, usual_of
+from lokakern.probe.drift import Ranges, usual_of
+from lokakern.probe.replay import LearnedSite, compile_ahead, replay
 from lokakern.probe.report import ProbeReport
-from lokakern.probe.statistics import FEWEST_ROWS, SiteStatistics
+from lokakern.probe.statistics import FEWEST_ROWS
+from lokakern.probe.verdicts import ClassVerdict, worst_of
+from lokakern.probe.windows import SiteWindow, Transfer, transfers_of
 from lokakern.progress import Progress
-from lokakern.types import Device, ErrorBudget
+from lokakern.types import ErrorBudget
 
 MOST_WAITING = 2  # windows of a thread that lags; of more the older are dropped
-IN_TURN = 10  # windows, after which a site is judged of which nothing moved: sums may cancel
+IN_TURN = 10  # windows, after which a product is judged of which nothing moved: sums may cancel
 # The operands of each GEMM beside the weight.
 PARTS_OF = {
     "output": {"input"},
@@ -28,19 +36,22 @@ PARTS_OF = {
 }
 
 
+Place = tuple[str, str]  # site and GEMM
+
+
 class Window(NamedTuple):
     """What a probe saw in one step."""
 
-    sites: dict[str, SiteStatistics]
-    ready: dict[torch.device, Any]  # CUDA events after which statistics are there
+    sites: dict[str, SiteWindow]
+    numbers: list[Transfer]
+    ready: dict[torch.device, Any]  # CUDA events after which the tensors are there
 
 
 class Judged(NamedTuple):
-    """The verdicts on some sites."""
+    """Of some products the least safe of their kernels; None where one was not replayed."""
 
-    report: ProbeReport
+    worst: dict[Place, ClassVerdict | None]
     moved: dict[str, str]  # what moved, by site
-    parts: dict[str, set[str]]  # operands of which there were enough rows, by site
     in_turn: bool  # whether nothing moved
 
 
@@ -48,48 +59,48 @@ class DriftJudge:
     """Judges windows in a thread, from its making to `end`.
 
     Args:
-        sites: Names of the sites.
+        kernels: Of each product that is judged, by site and GEMM.
         report: What is usual, and was judged before; None: nothing.
         budget: The largest error that is safe.
-        device: For which verdicts are.
-        turned_off: Returns the sites with products that were turned off.
+        turned_off: Returns the products that were turned off.
     """
 
     def __init__(
         self,
-        sites: Iterable[str],
+        kernels: Mapping[Place, tuple[str, ...]],
         report: ProbeReport | None,
         budget: ErrorBudget,
-        device: Device | None,
-        turned_off: Callable[[], set[str]],
+        turned_off: Callable[[], set[Place]],
     ) -> None:
-        self._budget, self._device, self._turned_off = budget, device, turned_off
+        self._kernels, self._budget, self._turned_off = dict(kernels), budget, turned_off
         known = {} if report is None else report.fingerprints()
-        self._usual = {name: Usual(usual_of(prints)) for name, prints in known.items()}
+        self._ranges = Ranges({name: usual_of(prints) for name, prints in known.items()})
         is_judged = report is not None and report.budget == budget
         # Operands whose first window is still to be judged, by site.
         self._first = {
             name: set(PARTS_OF["grad_weight"]).difference(
                 *(PARTS_OF[gemm] for gemm in known.get(name, ()) if is_judged)
             )
-            for name in sites
+            for name, _ in kernels
         }
-        self._turns = dict.fromkeys(sites)  # the longest not judged first
+        self._turns = dict.fromkeys(kernels)  # the longest not judged first
         self._quiet, self._rounds = 0, itertools.count()  # windows without a judgement
+        self._compiled = set[Place]()  # whose kernels were, for a replay
         self._windows: queue.Queue[Window | None] = queue.Queue()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._found: deque[Judged | BaseException] = deque()
         self._thread = threading.Thread(target=self._work, name="lokakern drift watch", daemon=True)
         self._thread.start()
 
-    def put(self, sites: dict[str, SiteStatistics]) -> None:
-        """Take a window, whose statistics the device may still compute."""
+    def put(self, sites: dict[str, SiteWindow]) -> None:
+        """Take a window, whose tensors the device may still compute."""
+        numbers = transfers_of(sites)
         ready = {}
         for device in {s.device for s in sites.values() if s.device.type == "cuda"}:
             ready[device] = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready[device].record(torch.cuda.current_stream(device))
         self._drop(MOST_WAITING - 1)
-        self._windows.put(Window(sites, ready))
+        self._windows.put(Window(sites, numbers, ready))
 
     def take(self) -> Judged | BaseException | None:
         """The next result, or the error of a window; None if there is none."""
@@ -134,49 +145,62 @@ class DriftJudge:
                         self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
                     self._streams[device].wait_event(event)
                     stack.enter_context(torch.cuda.stream(self._streams[device]))
-                self._judge(window.sites)
+                self._judge(window)
         except Exception as error:  # the next step of the training tells it
             self._found.append(error)
         return True
 
-    def _judge(self, sites: Mapping[str, SiteStatistics]) -> None:
-        parts = {
-            name: {p for p in ("input", "grad_output")
-                   if len(getattr(statistics, p).kept()[0]) >= FEWEST_ROWS}
-            for name, statistics in sites.items()
-        }  # fmt: skip
-        seen = [name for name in sites if parts[name]]  # of fewer rows there is no verdict
+    def _judge(self, window: Window) -> None:
+        moved: dict[str, str] = {}
+        parts: dict[str, set[str]] = {}
         off = self._turned_off()
-        moved = {}
-        for name in seen:
-            profile = profile_of(sites[name])
-            usual = self._usual.setdefault(name, Usual())
-            words = usual.see(profile, falls=name in off)
-            if words:  # what is usual begins anew
-                self._usual[name] = Usual()
-                self._usual[name].see(profile)
-            if words or self._first.get(name, set()) & parts[name]:
-                moved[name] = words
+        for transfer in window.numbers:
+            numbers = transfer.numbers()
+            moved |= self._ranges.see(numbers, {site for site, _ in off})
+            parts |= numbers.parts
+        for name, waiting in self._first.items():
+            if waiting & parts.get(name, set()):
+                moved.setdefault(name, "")
         self._quiet = 0 if moved else self._quiet + 1
         in_turn = self._quiet >= IN_TURN
+        places = [place for place in self._kernels if place[0] in moved]
         if in_turn:
             self._quiet = 0
-            moved = dict.fromkeys(self._next(seen, off), "")
+            able = [p for p in self._turns if PARTS_OF[p[1]] <= parts.get(p[0], set())]
+            places = self._next(able, off)
+            moved = {name: "" for name, _ in places}
         if not moved:
             return
-        for name in moved:
-            self._turns[name] = self._turns.pop(name, None)
-        report = ProbeReport.of(
-            {name: sites[name] for name in moved}, budget=self._budget, device=self._device,
-            seeds=(0,),
-        )  # fmt: skip
-        for name in moved:
-            self._first.get(name, set()).difference_update(parts[name])
-        self._found.append(Judged(report, moved, {n: parts[n] for n in moved}, in_turn))
+        worst: dict[Place, ClassVerdict | None] = {}
+        learned = [LearnedSite(name, window.sites[name].statistics()) for name in moved]
+        only = {site.name: self._able(site, places) for site in learned}
+        new = [s for s in learned if not self._compiled >= {(s.name, g) for g in only[s.name]}]
+        if new:
+            compile_ahead(new, only)
+        for site in learned:
+            kernels = only[site.name]
+            replayed = replay(site, seeds=(0,), only=kernels) if kernels else []
+            for gemm, names in kernels.items():
+                place = site.name, gemm
+                worst[place] = worst_of(site.statistics, gemm, replayed, names, self._budget)
+                self._compiled.add(place)
+        for place in places:
+            self._turns[place] = self._turns.pop(place, None)
+        self._found.append(Judged(worst, moved, in_turn))
 
-    def _next(self, seen: Collection[str], off: set[str]) -> list[str]:
-        """The site that is judged in turn; every second time one with products that are off."""
-        waiting = [name for name in self._turns if name in seen]
-        of_off = [name for name in waiting if name in off]
-        first = of_off if of_off and next(self._rounds) % 2 == 0 else waiting
-        return first[:1]
+    def _able(self, site: LearnedSite, places: Collection[Place]) -> dict[str, tuple[str, ...]]:
+        """The kernels of those products of a site that ran, by GEMM, with rows enough."""
+        parts = {p for p in PARTS_OF["grad_weight"]
+                 if len(getattr(site.statistics, p).kept()[0]) >= FEWEST_ROWS}  # fmt: skip
+        self._first.get(site.name, set()).difference_update(parts)
+        return {
+            gemm: self._kernels[site.name, gemm]
+            for gemm in site.gemms()
+            if (site.name, gemm) in places and PARTS_OF[gemm] <= parts
+        }
+
+    def _next(self, able: Collection[Place], off: set[Place]) -> list[Place]:
+        """The product that is judged in turn; every second time one that is off."""
+        of_off = [place for place in able if place in off]
+        waiting = of_off if of_off and next(self._rounds) % 2 == 0 else list(able)
+        return waiting[:1]

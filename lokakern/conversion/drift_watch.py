@@ -1,11 +1,12 @@
 """`Conversion.watch`: products run in bfloat16 while their operands round too badly in FP8.
 
-A probe of its own samples one step of each window. A thread of its own compares windows, and judges
-a site anew, from the rows of the window, where they left their usual range
-(`lokakern.conversion.drift_judge`). The steps of training only hand windows over and turn switches
-of routes (`lokakern.nn.routed_matmul.turn`): the host waits for nothing, and nothing is compiled
-again. In other regimes than "compiled" routes change: eager calls are those of nn.Linear then, and
-CUDA graphs, which would replay the old kernels, are made anew by the compiler.
+A probe of its own keeps some rows and sizes of one step in so many, a window
+(`lokakern.probe.windows`). A thread of its own compares windows, and judges a site anew, from the
+rows of the window, where they left their usual range (`lokakern.conversion.drift_judge`). The steps
+of training only hand windows over and turn switches of routes
+(`lokakern.nn.routed_matmul.turn`): the host waits for nothing, and nothing is compiled again. In
+other regimes than "compiled" routes change: eager calls are those of nn.Linear then, and CUDA
+graphs, which would replay the old kernels, are made anew by the compiler.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from lokakern.conversion.drift_judge import PARTS_OF, DriftJudge, Judged
+from lokakern.conversion.drift_judge import DriftJudge, Judged, Place
 from lokakern.conversion.variants import refuse_ranks
 from lokakern.errors import ShapeError, UnsupportedError
 from lokakern.nn.raw_product import is_layer
 from lokakern.nn.routed_matmul import PLAIN, read_route
-from lokakern.probe.problems import way_of
+from lokakern.probe.hooks import is_plain
 from lokakern.probe.report import ProbeReport
 from lokakern.probe.session import Probe
-from lokakern.probe.statistics import SiteStatistics
-from lokakern.probe.verdicts import LIMITS, ClassVerdict, Verdict
-from lokakern.registry.register import kernel_named, load_kernels
+from lokakern.probe.statistics import sizes_of
+from lokakern.probe.verdicts import LIMITS
+from lokakern.probe.windows import MANY_ROWS, READ_ROWS, SiteWindow, WindowRecorder
 
 if TYPE_CHECKING:
     from lokakern.conversion.convert import Conversion
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from lokakern.types import ErrorBudget
 
 LOGGER = logging.getLogger(__name__)
+WEIGHTS_EVERY = 5  # windows, after which weights are looked at, which change slowly
 TO_BF16, TO_FP8, STAYS = "to bf16", "to fp8", "stays"
 
 
@@ -81,28 +83,55 @@ class DriftEvent:
 
 
 class _WindowProbe(Probe):
-    """Hands each window over, begins another, and says when a step begins."""
+    """Hands over what a sampled step left when it is over, and says when a step begins."""
+
+    _recorder_type = WindowRecorder
 
     def __init__(
         self,
         model: nn.Module,
         every: int,
-        hand_over: Callable[[dict[str, SiteStatistics]], None],
+        hand_over: Callable[[dict[str, SiteWindow]], None],
         turned: Callable[[], object],
         **options: Any,
     ) -> None:
         super().__init__(model, every, **options)
         self._sampler.trains_only = True
+        self._sampler.many_rows, self._sampler.read_rows = MANY_ROWS, READ_ROWS
         self._hand_over, self._turned = hand_over, turned
+        self._has_window, self._windows = False, 0
+        recorders: dict[str, Any] = self._recorders
+        for name, recorder in recorders.items():
+            recorder.has_parameter = self._parameter_of(name) is not None
+
+    def _parameter_of(self, name: str) -> Tensor | None:
+        weight: Any = self._modules[name]._parameters.get("weight")
+        is_there = is_plain(weight) and not isinstance(weight, nn.UninitializedParameter)
+        return weight.detach() if is_there else None
 
     def _turn(self) -> None:
+        self._has_window |= self._sampler.on
         # A CUDA graph would replay what is recorded now: the window goes on.
-        if self._steps and self._handles and self._steps % self.every == 0 and not _is_captured():
-            sites = self.sites()
-            self.forget()
-            self._hand_over(sites)
-        super()._turn()
+        if self._has_window and not _is_captured():
+            self._has_window = False
+            self._end_window()
+        # Nothing begins or ends between two steps that are not sampled.
+        if self._sampler.on or self._steps % self.every == 0:
+            super()._turn()
         self._turned()
+
+    def _end_window(self) -> None:
+        windows: dict[str, Any] = self.sites()
+        self.forget()
+        for name, window in windows.items():
+            weight = self._parameter_of(name)
+            if weight is not None and weight.shape == (window.n, window.k):
+                window.weight = weight
+            if window.weight is not None and self._windows % WEIGHTS_EVERY == 0:
+                window.weight_sizes = sizes_of(window.weight)
+        self._windows += 1
+        if windows:
+            self._hand_over(windows)
 
     def abandon(self) -> None:
         """Stop after an error: the device may have failed, and nothing more is asked of it."""
@@ -153,6 +182,7 @@ class DriftWatch:
         self._every, self._seed = every, seed
         self.unseen = list(self._quantized())
         self._earlier = 0  # steps before the last start
+        self._kernels: dict[Place, tuple[str, ...]] = {}
         self._probe: _WindowProbe | None = None
         self._judge: DriftJudge | None = None
 
@@ -196,9 +226,15 @@ class DriftWatch:
         except BaseException:
             self._conversion.end_watch()
             raise
+        names = {modules[module] for module in watched}
+        self._kernels = {
+            (name, route.gemm): _kernels_of(route)
+            for name, routes in self._quantized().items()
+            for route in routes
+            if name in names and route.text != PLAIN and _kernels_of(route)
+        }
         self._judge = DriftJudge(
-            [modules[module] for module in watched], self._report, self._budget,
-            self._conversion.device, lambda: {site for site, _ in tuple(self._off)},
+            self._kernels, self._report, self._budget, lambda: set(tuple(self._off))
         )  # fmt: skip
         self._probe = probe
         self._probe.start()
@@ -283,7 +319,7 @@ class DriftWatch:
         }
         return {name: some for name, some in routes.items() if any(r.text for r in some)}
 
-    def _hand_over(self, sites: dict[str, SiteStatistics]) -> None:
+    def _hand_over(self, sites: dict[str, SiteWindow]) -> None:
         self.unseen = [name for name in self.unseen if name not in sites]
         if self._judge is not None:
             self._judge.put(sites)
@@ -292,39 +328,32 @@ class DriftWatch:
         """Turn the products of some sites, and say so."""
         new = []
         to_turn: dict[bool, list[tuple[str, str]]] = {True: [], False: []}
-        routes = self._quantized()
-        for name, moved in found.moved.items():
-            verdicts = {v.gemm: v for v in found.report.verdicts if v.site == name}
+        for name in found.moved:
             if not self._conversion.determines(name):
                 warnings.warn(
                     f"watch: a newer conversion determines the kernels of {name}, which is not "
                     "watched any more", stacklevel=3,
                 )  # fmt: skip
+        for place, worst in found.worst.items():
+            name, gemm = place
+            if not self._conversion.determines(name):
                 continue
-            for route in routes.get(name, ()):
-                verdict = verdicts.get(route.gemm)
-                has_rows = PARTS_OF[route.gemm] <= found.parts[name]
-                if verdict is None or route.text == PLAIN or not has_rows:
-                    continue
-                kernels = _kernels_of(route)
-                worst = _worst(verdict, kernels)
-                is_safe = worst is not None and worst.safety == "safe"
-                place = (name, route.gemm)
-                action = STAYS
-                if is_safe == (place in self._off):
-                    action = TO_FP8 if is_safe else TO_BF16
-                    to_turn[is_safe].append(place)
-                elif found.in_turn:
-                    continue
-                new.append(
-                    DriftEvent(
-                        self.steps, name, route.gemm, action, moved,
-                        "undecided" if worst is None else worst.safety,
-                        "Probe did not replay its scales here" if worst is None else worst.reason,
-                        float("inf") if worst is None else worst.row_err_upper,
-                        str(found.report.budget), kernels,
-                    )
-                )  # fmt: skip
+            is_safe = worst is not None and worst.safety == "safe"
+            action = STAYS
+            if is_safe == (place in self._off):
+                action = TO_FP8 if is_safe else TO_BF16
+                to_turn[is_safe].append(place)
+            elif found.in_turn:
+                continue
+            new.append(
+                DriftEvent(
+                    self.steps, name, gemm, action, found.moved[name],
+                    "undecided" if worst is None else worst.safety,
+                    "Probe did not replay its scales here" if worst is None else worst.reason,
+                    float("inf") if worst is None else worst.row_err_upper,
+                    str(self._budget), self._kernels[place],
+                )
+            )  # fmt: skip
         for is_on, places in to_turn.items():
             if places:
                 self._conversion.turn(places, is_on)
@@ -334,17 +363,3 @@ class DriftWatch:
 def _kernels_of(route: Route) -> tuple[str, ...]:
     names = (name for segments in read_route(route.text)[1:] for _, name in segments if name)
     return tuple(dict.fromkeys(names))
-
-
-def _worst(verdict: Verdict, kernels: Sequence[str]) -> ClassVerdict | None:
-    """Of the classes of some kernels the least safe; None where one has none."""
-    load_kernels()
-    found = []
-    for name in kernels:
-        kernel = kernel_named(name)
-        one = verdict.of(way_of(kernel.granularity, kernel.b_granularity, kernel.accumulation))
-        if one is None:
-            return None
-        found.append(one)
-    order = ("safe", "undecided", "unsafe")
-    return max(found, key=lambda c: (order.index(c.safety), c.row_err_upper))

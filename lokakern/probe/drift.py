@@ -1,83 +1,30 @@
 """Whether the operands of a site leave what they were, told by a few numbers of each window.
 
-A window is what Probe sampled in one step. The numbers are those that decide how operands round,
-as in a fingerprint, but of all rows where Probe counts all, and by quantiles and medians, so that a
-window of 256 rows tells about as much as many: of 60 windows of 256, 512 and 2048 rows by 64
-columns of each of the 13 realistic distributions, 2,340 in all, one left the range of the first
-three twice in a row (X12, whose rows have two sizes). Zeros are left out, which nothing rounds and
-training changes. Nothing is multiplied: a window of a site takes some milliseconds of a core.
+The numbers are those of `lokakern.probe.windows`. Of 60 windows of 256, 512 and 2048 rows by 64
+columns of each of the 13 realistic distributions, 2,340 in all, two left the range of the first
+three twice in a row (X12 at 256 rows, which have two sizes).
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from lokakern.probe.fingerprint import OCTAVES_OF_SLACK, mean_octaves
-from lokakern.probe.statistics import FINITE, PARTS, SHIFT, OperandStatistics, SiteStatistics
+from lokakern.probe.fingerprint import OCTAVES_OF_SLACK
+from lokakern.probe.windows import MEAN, NONFINITE, Numbers
 
 LEARNED = 3  # windows whose range counts as usual
 CONFIRMED = 2  # windows in a row that leave it
-LEAST_SHARE = 0.01  # of rows that are smaller, or larger, than the ends of their spread
-FEWEST_BELOW = 10  # rows: with three of 256, windows of one distribution differed by 2 octaves
-BINS_AN_OCTAVE = 1 << (23 - SHIFT)
-NONFINITE = "nonfinite_rows"
-MEAN = "mean"  # of which half an octave is 1.4 times the size
 SLACK_OF_MEAN = 0.5
 
 Profile = Mapping[str, float]
 # Of fingerprints of the GEMM that reads an operand alone, what windows tell, too.
 _KNOWN = {"input": "output", "grad_output": "grad_input"}
 _SHARED = ("row_spread", "crest", MEAN)
-
-
-def profile_of(site: SiteStatistics) -> dict[str, float]:
-    """Octaves of the operands of one window and of the weight, by ``part.name``.
-
-    And the share of rows that are not finite.
-    """
-    found: dict[str, float] = {}
-    for part in PARTS:
-        operand: OperandStatistics = getattr(site, part)
-        if operand.rows_seen:
-            found |= {f"{part}.{name}": value for name, value in _of_operand(operand).items()}
-    if site.snapshot is not None:
-        for name, dim in (("row_crest", 1), ("column_crest", 0)):
-            sizes = torch.linalg.vector_norm(site.snapshot, math.inf, dim=dim)
-            found[f"weight.{name}"] = _crest(sizes.float().cpu())
-    return found
-
-
-def _of_operand(operand: OperandStatistics) -> dict[str, float]:
-    sizes = operand.row_sizes.cpu()
-    total, counted = float(sizes.sum()), sizes[1:FINITE].cumsum(0)
-    count = float(counted[-1])
-    share = min(max(LEAST_SHARE, FEWEST_BELOW / max(count, 1.0)), 0.25)
-    low, high = (int(torch.searchsorted(counted, s * count)) for s in (share, 1.0 - share))
-    rows = operand.kept()[0].double()
-    elements = rows.abs().flatten()
-    nonzero = elements[elements > 0]
-    return {
-        "row_spread": (high - low) / BINS_AN_OCTAVE if count else 0.0,
-        "column_crest": _crest(operand.column_sizes.cpu()),
-        "crest": math.log2(_at(nonzero, 0.999) / _at(nonzero, 0.5)) if len(nonzero) else 0.0,
-        MEAN: mean_octaves(rows),
-        NONFINITE: float(sizes[FINITE:].sum()) / total,
-    }
-
-
-def _at(values: Tensor, share: float) -> float:
-    return float(values.kthvalue(1 + round(share * (len(values) - 1))).values)
-
-
-def _crest(sizes: Tensor) -> float:
-    """Octaves of the largest over the median of nonzero sizes."""
-    nonzero = sizes[sizes > 0]
-    return math.log2(float(nonzero.max()) / _at(nonzero, 0.5)) if len(nonzero) else 0.0
 
 
 def usual_of(fingerprints: Mapping[str, Profile]) -> dict[str, float]:
@@ -111,13 +58,16 @@ class Usual:
         """
         self._windows += 1
         is_learning = self._windows <= LEARNED
-        beyond: Counter[str] = Counter()
+        # Of what a window does not tell, such as weights, its next number goes on.
+        beyond = Counter(
+            {way: n for way, n in self._beyond.items() if way.partition(" ")[0] not in profile}
+        )
         words = []
         for name, value in profile.items():
             low, high = self._ranges.get(name, (value, value))
             slack = _slack(name)
             if low - slack <= value <= high + slack:
-                if is_learning:
+                if is_learning or name not in self._ranges:
                     self._ranges[name] = min(low, value), max(high, value)
                 continue
             if value < low and not falls:
@@ -129,6 +79,54 @@ class Usual:
                 words.append(f"{way} from {usual} to {value:.3g}")
         self._beyond = beyond
         return ", ".join(words)
+
+    def limits(self, name: str) -> tuple[float, float]:
+        """Between which a number tells nothing; the upper one below the other if any does."""
+        if self._windows < LEARNED or self._beyond or name not in self._ranges:
+            return math.inf, -math.inf
+        (low, high), slack = self._ranges[name], _slack(name)
+        return low - slack, high + slack
+
+
+class Ranges:
+    """What is usual of all sites.
+
+    Args:
+        known: Numbers of an earlier report, by site, see `usual_of`.
+    """
+
+    def __init__(self, known: Mapping[str, Profile]) -> None:
+        self._usual = {site: Usual(numbers) for site, numbers in known.items()}
+        self._limits: dict[Any, tuple[Any, Any]] = {}  # arrays of the lower and of the upper ones
+
+    def see(self, numbers: Numbers, off: Collection[str]) -> dict[str, str]:
+        """Take in a window; what moved, by site; of those in ``off`` also what fell.
+
+        All numbers are compared at once, and sites one by one only where one is beyond its limits.
+        """
+        key = numbers.names, frozenset(off)
+        if key not in self._limits:
+            limits = [
+                self._usual[site].limits(name) if site in self._usual else (math.inf, -math.inf)
+                for site, name in numbers.names
+            ]
+            low, high = np.array(limits).reshape(-1, 2).T
+            falls = np.array([site in off for site, _ in numbers.names], dtype=bool)
+            self._limits[key] = np.where(falls, low, -math.inf), high
+        low, high = self._limits[key]
+        beyond = np.flatnonzero((numbers.values > high) | (numbers.values < low))
+        found = {}
+        for site in dict.fromkeys(numbers.names[place][0] for place in beyond.tolist()):
+            if site not in numbers.parts:  # of few rows
+                continue
+            self._limits.clear()
+            profile = numbers.of(site)
+            words = self._usual.setdefault(site, Usual()).see(profile, falls=site in off)
+            if words:  # what is usual begins anew
+                self._usual[site] = Usual()
+                self._usual[site].see(profile)
+                found[site] = words
+        return found
 
 
 def _slack(name: str) -> float:

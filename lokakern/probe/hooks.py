@@ -25,6 +25,7 @@ from lokakern.nn.module_scan import Joined, has_buffers, weight_of
 from lokakern.probe.statistics import (
     OperandStatistics,
     SiteStatistics,
+    Update,
     add_cancellations,
     add_rows,
     coprime_from,
@@ -48,6 +49,7 @@ class Sampler:
     def __init__(self, seed: int) -> None:
         self.on, self.step, self.buffer = False, 0, StepBuffer()
         self.trains_only = False  # whether calls in evaluation, without gradients, do not count
+        self.many_rows, self.read_rows = MANY_ROWS, READ_ROWS
         self._share = 0.0  # where in a matrix the sampled rows begin, 0..1
         self._random = random.Random(seed)  # its own, lest a model's dropout change
         self._generators: dict[torch.device, torch.Generator] = {}
@@ -78,7 +80,7 @@ class Sampler:
             keys = torch.rand(
                 SAMPLED_ROWS, generator=self._generators[device], dtype=torch.float64, device=device
             )
-            self._samples[device, call] = Sample(self._share, keys)
+            self._samples[device, call] = Sample(self._share, keys, self.many_rows, self.read_rows)
         return self._samples[device, call]
 
 
@@ -88,6 +90,8 @@ class Sample:
 
     share: float  # where in the matrix they begin, 0..1
     keys: Tensor  # ``[SAMPLED_ROWS]`` float64, uniform over 0..1
+    many_rows: int = MANY_ROWS  # of a matrix with as many, passes read some `read_rows`
+    read_rows: int = READ_ROWS
     _places: dict[tuple[tuple[int, ...], int], tuple[Tensor, ...]] = field(default_factory=dict)
 
     def rows_of(self, x: Tensor) -> Tensor:
@@ -100,11 +104,11 @@ class Sample:
     def part_of(self, x: Tensor) -> Tensor:
         """Of many rows ``[..., columns]`` some, evenly spread, as a view if they lie in order."""
         count = math.prod(x.shape[:-1])
-        if count < MANY_ROWS:
+        if count < self.many_rows:
             return x
         if not x.is_contiguous():
-            return x[self._index(x.shape[:-1], READ_ROWS)]
-        step = coprime_from(count // READ_ROWS, count)
+            return x[self._index(x.shape[:-1], self.read_rows)]
+        step = coprime_from(count // self.read_rows, count)
         return x.view(count, -1)[int(self.share * step) :: step]
 
     def _index(self, shape: tuple[int, ...], most: int = SAMPLED_ROWS) -> tuple[Tensor, ...]:
@@ -174,7 +178,7 @@ class Recorder:
         with torch.inference_mode(False), torch.no_grad():
             sample = self.sampler.sample(self._calls, x.device)
             statistics = self.statistics_on(x.device)
-            x, y = torch.atleast_2d(x.detach()), torch.atleast_2d(y.detach())  # type: ignore[no-untyped-call]
+            x = _as_rows(x)
             count = x.numel() // self.k
             statistics.count({count: 1})
             rows = self._take(statistics.input, x, sample)
@@ -183,7 +187,7 @@ class Recorder:
             if self._calls == 1 and weight is not None:
                 self.take_weight(weight)
             if self._calls == 1 and self.check is not None:
-                self.check(x, weight, y)
+                self.check(x, weight, _as_rows(y))
         return sample
 
     def take_weight(self, weight: Tensor) -> None:
@@ -233,8 +237,7 @@ class Recorder:
         if self.statistics is None or not is_plain(gradient) or _is_captured(gradient):
             return
         with torch.inference_mode(False), torch.no_grad():
-            gradient = torch.atleast_2d(gradient.detach())  # type: ignore[no-untyped-call]
-            rows = self._take(self.statistics.grad_output, gradient, sample)
+            rows = self._take(self.statistics.grad_output, _as_rows(gradient), sample)
         if sample in self._inputs:
             self._pairs.append((*self._inputs.pop(sample), rows))
 
@@ -252,7 +255,7 @@ class Recorder:
             sizes = torch.linalg.vector_norm(gradient.detach(), dim=1)
             update = functools.partial(add_cancellations, [count for _, count, _ in pairs])
             tensors = [x for inputs, _, gradients in pairs for x in (inputs, gradients)]
-            self.sampler.buffer.add(update, self.statistics, sizes, *tensors)
+            self._add(update, self.statistics, sizes, *tensors)
 
     def statistics_on(self, device: torch.device) -> SiteStatistics:
         """Statistics on a device; earlier ones follow the model there."""
@@ -291,8 +294,15 @@ class Recorder:
     def _take(self, operand: OperandStatistics, x: Tensor, sample: Sample) -> Tensor:
         rows = sample.rows_of(x)
         sizes, keys = sizes_of(sample.part_of(x)), sample.keys[: len(rows)]
-        self.sampler.buffer.add(add_rows, operand, *sizes, rows, keys)
+        self._add(add_rows, operand, *sizes, rows, keys)
         return rows
+
+    def _add(self, update: Update, owner: Any, *tensors: Tensor) -> None:
+        self.sampler.buffer.add(update, owner, *tensors)
+
+
+def _as_rows(x: Tensor) -> Tensor:
+    return x.detach() if x.dim() > 1 else x.detach()[None]
 
 
 def is_backward_under_way() -> bool:

@@ -27,7 +27,7 @@ from lokakern.device import current_device, current_environment
 from lokakern.measure.accuracy import SEEDS, Cell, cells_for, measure_cells
 from lokakern.measure.time_problem import torch_device
 from lokakern.probe.fingerprint import fingerprint_of, nearest
-from lokakern.probe.problems import Replayed, norms_after, problem_of, problems_to_time
+from lokakern.probe.problems import Replayed, norms_after, problem_of, problems_to_time, way_of
 from lokakern.probe.statistics import (
     GEMMS,
     PARTS,
@@ -38,7 +38,7 @@ from lokakern.probe.statistics import (
     terms_of,
 )
 from lokakern.progress import tell
-from lokakern.registry.register import Kernel, kernels_for, load_kernels
+from lokakern.registry.register import Kernel, kernel_named, kernels_for, load_kernels
 from lokakern.registry.schema.records import AccuracyRecord, DistributionRow
 from lokakern.sweep.engine import sweep
 from lokakern.sweep.plan import harness_digest
@@ -199,6 +199,7 @@ def replay(
     seeds: Sequence[int] = SEEDS,
     database: str | Path | None = None,
     formats: Sequence[WhatIf] = (),
+    only: Mapping[str, Sequence[str]] | None = None,
 ) -> list[Replayed]:
     """Measure every candidate here on the rows that were sampled of a site, and its weight.
 
@@ -209,9 +210,12 @@ def replay(
     The first seed of the samples of a weight's gradient gives its error, the others its limit; rows
     of other GEMMs err one by one. Rows of a database are of distributions ``site:<name>/<gemm>``,
     whose parameters are the digest of the statistics.
+
+    ``only`` names, by GEMM, the kernels that matter, and leaves other GEMMs out. Where none of a
+    way (`way_of`) can compute what is measured, all others of this way are.
     """
     device = current_device()
-    asked = _cells_of(site, device, seeds, formats)
+    asked = _cells_of(site, device, seeds, formats, only)
     cells = [cell for *_, cell in asked]
     records: dict[int, AccuracyRecord] = {}
 
@@ -250,15 +254,26 @@ def replay(
     return found
 
 
-def compile_ahead(sites: Iterable[LearnedSite]) -> None:
+def compile_ahead(
+    sites: Iterable[LearnedSite], only: Mapping[str, Mapping[str, Sequence[str]]] | None = None
+) -> None:
     """Compile kernels for replays of sites on the GPU here, on all cores of this rank.
 
     One after the other, as they are launched, 133 kernels of Wukong M took 46 s of a report's 119.
+    ``only`` is that of `replay`, by site.
     """
     device = current_device()
     if device.is_gpu:
-        problems = (c.problem for site in sites for *_, c in _cells_of(site, device, (0,)))
-        prebuild(problems, device, workers=cores_of_rank(), again=False)
+        cells = [
+            cell
+            for site in sites
+            for *_, cell in _cells_of(
+                site, device, (0,), only=None if only is None else only[site.name]
+            )
+        ]
+        names = sorted({cell.kernel.name for cell in cells}) if only is not None else ()
+        problems = (cell.problem for cell in cells)
+        prebuild(problems, device, names, workers=cores_of_rank(), again=False)
 
 
 def time_sites(sites: Mapping[str, SiteStatistics], database: str | Path) -> None:
@@ -278,25 +293,48 @@ def time_sites(sites: Mapping[str, SiteStatistics], database: str | Path) -> Non
 
 
 def _cells_of(
-    site: LearnedSite, device: Device, seeds: Sequence[int], formats: Sequence[WhatIf] = ()
+    site: LearnedSite,
+    device: Device,
+    seeds: Sequence[int],
+    formats: Sequence[WhatIf] = (),
+    only: Mapping[str, Sequence[str]] | None = None,
 ) -> list[tuple[str, str, Kernel, Cell]]:
     """GEMMs of a site, norms after them, kernels and the cells to measure, one for each seed."""
     load_kernels()
     found: list[tuple[str, str, Kernel, Cell]] = []
     for gemm in site.gemms():
+        if only is not None and gemm not in only:
+            continue
         for norm in norms_after(site.statistics, gemm):
+            if only is not None and norm not in ("", site.statistics.norm):
+                continue
             problem = problem_of(site.statistics, gemm, norm)
             drawn = seeds if gemm == "grad_weight" else seeds[:1]
-            # One kernel at a time: none stands in for another that may be wrong here.
-            for kernel in kernels_for(problem.op, device) + [
+            candidates = kernels_for(problem.op, device) + [
                 kernel_of(form, problem.op)
                 for form in formats
                 if not form.way and not (form.weight_only and gemm != "output")
-            ]:
-                names = [site.distribution_name(gemm)]
-                cells = cells_for([(kernel, problem)], device, names, drawn)
-                found += [(gemm, norm, kernel, cell) for cell in cells]
+            ]
+            names = [site.distribution_name(gemm)]
+            # One kernel at a time: none stands in for another that may be wrong here.
+            cells = {
+                kernel: cells_for([(kernel, problem)], device, names, drawn)
+                for kernel in candidates
+                if only is None or _way(kernel) in map(_way, map(kernel_named, only[gemm]))
+            }
+            if only is not None:
+                # Also with what normalizes their output.
+                mine = tuple(f"{name}+" for name in only[gemm])
+                named = {k: some for k, some in cells.items()
+                         if some and f"{k.name}+".startswith(mine)}  # fmt: skip
+                ways = set(map(_way, named))
+                cells = named | {k: some for k, some in cells.items() if _way(k) not in ways}
+            found += [(gemm, norm, kernel, cell) for kernel, some in cells.items() for cell in some]
     return found
+
+
+def _way(kernel: Kernel) -> str:
+    return way_of(kernel.granularity, kernel.b_granularity, kernel.accumulation)
 
 
 def _errors_of(

@@ -99,6 +99,8 @@ class Probe:
         BudgetError: The check, which may be LOKAKERN_CHECK's, is not ``every:rows``.
     """
 
+    _recorder_type = Recorder
+
     def __init__(
         self,
         model: nn.Module,
@@ -142,7 +144,9 @@ class Probe:
         for name, module in self._modules.items():
             norm = given.get(name, found.get(module, ""))
             padding = module.padding if isinstance(module, Linear) else (0, 0)
-            self._recorders[name] = Recorder(self._sampler, *_shape_of(name, module), norm, padding)
+            self._recorders[name] = self._recorder_type(
+                self._sampler, *_shape_of(name, module), norm, padding
+            )
             watch = watch_of_site(check, BUDGET, name)
             if watch is not None and type(module) in LINEARS_OF_ANY:
                 self._recorders[name].check = functools.partial(_compare, watch, module)

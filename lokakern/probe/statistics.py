@@ -202,10 +202,7 @@ class SiteStatistics:
 
     def add_weight(self, weight: Tensor) -> None:
         """Keep W, ``[n, k]``, in the place of an older one; on its device, unread by the host."""
-        self.snapshot = _kept(weight.detach())
-        is_whole = len(self.snapshot) == self.n
-        # A product with W^T sums over all n, and so it needs whole columns.
-        self.snapshot_t = None if is_whole else _kept(weight.detach().t())
+        self.snapshot, self.snapshot_t = snapshots_of(weight)
 
     @property
     def cancellation(self) -> float:
@@ -328,6 +325,13 @@ def places_of(count: int, total: int, device: torch.device | None = None) -> Ten
     blocks, most = total // size, count // size
     found = torch.arange(most, device=device) * blocks // most
     return (found[:, None] * size + torch.arange(size, device=device)).flatten()
+
+
+def snapshots_of(weight: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Copies of W, ``[n, k]``, or of some of its rows, and then of some of its transpose."""
+    kept = _kept(weight.detach())
+    # A product with W^T sums over all n, and so it needs whole columns.
+    return kept, None if len(kept) == len(weight) else _kept(weight.detach().t())
 
 
 def _kept(weight: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from lokakern.errors import UnsupportedError
 from lokakern.probe.problems import Replayed, padded, problem_of, way_of
 from lokakern.probe.statistics import FEWEST_ROWS, GEMMS, SiteStatistics
 from lokakern.registry.architectures import FP8_GPUS
+from lokakern.registry.register import kernel_named
 from lokakern.selection.arguments import budget_of
 from lokakern.selection.candidates import Time
 from lokakern.selection.dispatcher import device_named, table_for
@@ -144,6 +145,32 @@ def verdicts_of(
         )
         found.append(replace(verdict, change=_change(verdict, statistics, mine, limits, device)))
     return tuple(found)
+
+
+def worst_of(
+    statistics: SiteStatistics,
+    gemm: str,
+    replayed: Sequence[Replayed],
+    kernels: Sequence[str],
+    budget: ErrorBudget,
+) -> ClassVerdict | None:
+    """Of the classes of some kernels of one GEMM the least safe; None where one has none.
+
+    As in `verdicts_of`, and no times are looked up.
+    """
+    mine = [r for r in replayed if r.gemm == gemm]
+    norm = statistics.norm if any(r.norm == statistics.norm for r in mine if r.norm) else ""
+    times = _Times(problem_of(statistics, gemm, norm), None)
+    classes = _classes([r for r in mine if r.norm == norm], budget.limits, times)
+    by_way = {c.scales: c for c in classes}
+    found = []
+    for kernel in map(kernel_named, kernels):
+        way = way_of(kernel.granularity, kernel.b_granularity, kernel.accumulation)
+        if way not in by_way:
+            return None
+        found.append(by_way[way])
+    order = ("safe", "undecided", "unsafe")
+    return max(found, key=lambda c: (order.index(c.safety), c.row_err_upper))
 
 
 def _rank(verdict: ClassVerdict) -> tuple[float, float, str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,10 +18,12 @@ from lokakern.conversion.drift_watch import STAYS, TO_BF16, TO_FP8, DriftEvent, 
 from lokakern.conversion.routes import GEMMS
 from lokakern.errors import ShapeError, UnsupportedError
 from lokakern.nn.routed_matmul import has_switch, kernels_of, switched, traced_route, turn
+from lokakern.probe.windows import SiteWindow
 from tests.support import native
 
 K, M = 64, 256
 EVERY = 2
+NOT_RUN = "0/grad_input"
 
 
 def model_of() -> nn.Sequential:
@@ -83,7 +84,7 @@ def test_a_drift_turns_products_off_and_its_end_turns_them_on(regime: str) -> No
         assert watch.in_bf16 == sorted(swaps(events))
         event = next(e for e in events if (e.site, e.gemm) == ("0", "output"))
         assert event.safety == "unsafe"
-        assert 4 * EVERY < event.step <= watch.steps
+        assert 6 * EVERY < event.step <= 8 * EVERY, "by two samples after the first six"
         assert "input.row_spread rose from" in event.moved
         assert "row_err" in event.reason
         assert torch.equal(model[0](x), plain_output(model, x))
@@ -191,31 +192,32 @@ def test_a_report_says_what_is_usual_and_nothing_is_judged_before_it_moves() -> 
         assert watch.unseen == []
 
 
-def test_sites_are_judged_in_turn_where_nothing_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_are_judged_in_turn_where_nothing_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums may cancel ever more, which no number of an operand tells."""
     monkeypatch.setattr(drift_judge, "IN_TURN", 3)
     judged: list[str] = []
-    real = drift_judge.ProbeReport.of
+    real = drift_judge.replay
 
-    def of(sites: dict[str, Any], **options: Any) -> Any:
-        judged.extend(sites)
-        return real(sites, **options)
+    def replay(site: Any, **options: Any) -> Any:
+        judged.extend(f"{site.name}/{gemm}" for gemm in options["only"])
+        return real(site, **options)
 
     model = model_of()
     with lokakern.Probe(model, every=1) as probe:
         model(batch(0)).float().square().mean().backward()
     report = probe.report(seeds=(0,))
-    monkeypatch.setattr(drift_judge.ProbeReport, "of", of)
+    monkeypatch.setattr(drift_judge, "replay", replay)
     handle = lokakern.convert(model, kernels="row")
     with handle.watch(report, every=EVERY) as watch:
         training = Training(model, watch)
-        assert not training.run(9 * EVERY + 1)
-        assert judged == ["0", "2", "0"]
+        assert not training.run(3 * 6 * EVERY)
+        # One product in three windows; nothing reads the gradient of the first layer's input.
+        assert sorted(judged) == sorted({f"{n}/{g}" for n in "02" for g in GEMMS} - {NOT_RUN})
         with torch.no_grad():  # of mean 4, and sums without it
             model[0].weight -= model[0].weight.mean(dim=1, keepdim=True)
-        monkeypatch.setattr(drift_judge.Usual, "see", lambda *_, **__: "")
+        monkeypatch.setattr(drift_judge.Ranges, "see", lambda *_: {})
         training.shift = 4.0
-        events = training.run(6 * EVERY)
+        events = training.run(3 * 6 * EVERY)
     assert swaps(events)["0/output"] == TO_BF16
     assert {e.action for e in events} == {TO_BF16}
 
@@ -293,7 +295,7 @@ def test_an_error_of_the_thread_is_told_and_training_goes_on(
     def fails(*_: object) -> None:
         raise RuntimeError("no memory left")
 
-    monkeypatch.setattr(drift_judge, "profile_of", fails)
+    monkeypatch.setattr(drift_judge.Transfer, "numbers", fails)
     warned = pytest.warns(UserWarning, match="a window was not judged.*no memory left")
     with warned, handle.watch(budget=0.06, every=EVERY) as watch:
         assert not Training(model, watch).run(2 * EVERY)
@@ -314,16 +316,15 @@ def test_of_windows_that_nobody_judges_only_the_newest_wait(
 ) -> None:
     begun, goes_on, judged = threading.Event(), threading.Event(), []
 
-    def wait(_self: object, sites: dict[str, Any]) -> None:
-        judged.append(next(iter(sites)))
+    def wait(_self: object, window: drift_judge.Window) -> None:
+        judged.append(next(iter(window.sites)))
         begun.set()
         goes_on.wait()
 
     monkeypatch.setattr(drift_judge.DriftJudge, "_judge", wait)
-    judge = drift_judge.DriftJudge((), None, lokakern.ErrorBudget(row_err=0.06), None, set)
-    device = SimpleNamespace(device=torch.device("cpu"))
+    judge = drift_judge.DriftJudge({}, None, lokakern.ErrorBudget(row_err=0.06), set)
     for step in range(5):
-        judge.put({str(step): device})
+        judge.put({str(step): SiteWindow(K, K, torch.device("cpu"))})
         begun.wait()
     goes_on.set()
     judge.wait()

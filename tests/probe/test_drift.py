@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lokakern.probe.drift import CONFIRMED, Usual, profile_of, usual_of
+from lokakern.probe.drift import CONFIRMED, Ranges, Usual, usual_of
 from lokakern.probe.fingerprint import fingerprint_of
-from lokakern.probe.statistics import SiteStatistics
+from lokakern.probe.statistics import add_rows, sizes_of
+from lokakern.probe.windows import SiteWindow, transfers_of
 from lokakern.types import REALISTIC_DISTRIBUTIONS
 from lokakern.workloads.distributions import distribution_named, draw_rows
 
@@ -18,11 +19,16 @@ K, ROWS, SAMPLED = 64, 1024, 256
 CPU = torch.device("cpu")
 
 
-def window(x: Tensor, seed: int = 0) -> SiteStatistics:
-    site = SiteStatistics(8, x.shape[1], CPU)
+def window(x: Tensor, seed: int = 0) -> SiteWindow:
+    site = SiteWindow(8, x.shape[1], CPU)
     keys = torch.rand(SAMPLED, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    site.input.add(x, x[:SAMPLED], keys)
+    site.input.waiting.append((add_rows, (*sizes_of(x), x[:SAMPLED], keys)))
     return site
+
+
+def profile_of(site: SiteWindow) -> dict[str, float]:
+    (transfer,) = transfers_of({"site": site})
+    return transfer.numbers().of("site")
 
 
 def normal(seed: int) -> Tensor:
@@ -96,7 +102,7 @@ def test_rows_that_are_not_finite_are_told_at_once() -> None:
 
 def test_a_report_says_what_is_usual_before_the_first_window() -> None:
     site = window(normal(0))
-    known = usual_of({"output": fingerprint_of(site, "output")})
+    known = usual_of({"output": fingerprint_of(site.statistics(), "output")})
     assert {"input.row_spread", "input.mean"} <= known.keys()
     told = [Usual(known).see(profile_of(window(normal(1))))]
     usual = Usual(known)
@@ -117,8 +123,7 @@ def test_first_windows_widen_what_is_usual_by_less_than_a_drift() -> None:
 
 
 def test_empty_operands_have_no_numbers() -> None:
-    site = SiteStatistics(8, K, CPU)
-    assert profile_of(site) == {}
+    assert transfers_of({"site": SiteWindow(8, K, CPU)}) == []
     zeros = profile_of(window(torch.zeros(ROWS, K)))
     assert zeros["input.crest"] == zeros["input.row_spread"] == 0.0
 
@@ -127,5 +132,56 @@ def test_weights_have_numbers_too() -> None:
     site = window(normal(0))
     weight = torch.ones(8, K)
     weight[3] = 16.0
-    site.add_weight(weight)
+    site.weight_sizes = sizes_of(weight)
     assert profile_of(site)["weight.row_crest"] == 4.0
+
+
+def test_weights_that_only_some_windows_tell_are_compared_with_their_last_ones() -> None:
+    usual, words = Usual(), []
+    for number in range(16):
+        site = window(normal(number))
+        if number % 5 == 0:
+            weight = torch.ones(8, K)
+            weight[3] = 16.0 if number else 1.0
+            site.weight_sizes = sizes_of(weight)
+        words.append(usual.see(profile_of(site)))
+    assert [bool(word) for word in words] == [number in (10, 15) for number in range(16)]
+    assert words[10] == ("weight.row_crest rose from 0 to 4")
+
+
+def test_all_sites_at_once_are_told_as_one_by_one() -> None:
+    """Also what falls, and after what was usual began anew."""
+    drifts = {"same": lambda x: x, "a": shifted, "b": spread, "c": blown_up}
+    ranges, alone = Ranges({}), {name: Usual() for name in drifts}
+    told = []
+    for number in range(24):
+        sites = {
+            name: window(drift(normal(number + 50 * place)) if number // 6 % 2 else normal(number))
+            for place, (name, drift) in enumerate(drifts.items())
+        }
+        off = {"b"} if number > 11 else set()
+        (transfer,) = transfers_of(sites)
+        found = ranges.see(transfer.numbers(), off)
+        expected = {}
+        for name, usual in alone.items():
+            words = usual.see(profile_of(sites[name]), falls=name in off)
+            if words:
+                expected[name] = words
+                alone[name] = Usual()
+                alone[name].see(profile_of(sites[name]))
+        assert found == expected
+        told += [(number, name) for name in found]
+    assert {(7, "a"), (7, "b"), (7, "c"), (13, "b")} <= set(told)
+    assert not any(name == "same" for _, name in told)
+
+
+def test_an_operand_that_comes_later_has_a_range_too() -> None:
+    usual, words = Usual(), []
+    for number in range(9):
+        site = window(normal(number))
+        if number > 4:
+            x = normal(number) if number < 7 else blown_up(normal(number))
+            site.grad_output = window(x).input
+        words.append(usual.see(profile_of(site)))
+    assert not any(words[:-1])
+    assert "grad_output.column_crest rose" in words[-1]

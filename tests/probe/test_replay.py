@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ load_kernels()
 N, K = 96, 128
 ROW = "torch.quantize_row+torch.emulated_row"
 TENSOR = "torch.quantize_tensor+torch.emulated_tensor"
+GPU_ROW = "cuda.quantize_row+cuda.scaled_gemm_row"
 
 
 @pytest.fixture(autouse=True)
@@ -251,10 +252,15 @@ def test_unpaired_operands_have_no_verdict() -> None:
 def test_kernels_are_compiled_before_replay_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """All problems of all sites at once; where nothing is compiled, nothing is asked."""
     asked: list[tuple[set[Problem], Device, bool]] = []
+    named: list[Sequence[str]] = []
 
-    def prebuild(problems: Iterable[Problem], device: Device, *, workers: int, again: bool) -> None:
+    def prebuild(
+        problems: Iterable[Problem], device: Device, only: Sequence[str], *, workers: int,
+        again: bool,
+    ) -> None:  # fmt: skip
         assert workers >= 1
         asked.append((set(problems), device, again))
+        named.append(only)
 
     monkeypatch.setattr("lokakern.probe.replay.prebuild", prebuild)
     sites = [LearnedSite(name, seen("X3", n, norm="layer")[0]) for name, n in (("a", N), ("b", 64))]
@@ -269,6 +275,20 @@ def test_kernels_are_compiled_before_replay_on_a_gpu(monkeypatch: pytest.MonkeyP
         ("gemm_norm", N, K), ("gemm_norm", 64, K)
     }  # fmt: skip
     assert {N, 64} <= {p.n for p in problems} and K in {p.n for p in problems}
+    assert not named.pop(), "all kernels"
+    compile_ahead(sites, {"a": {"output": [GPU_ROW]}, "b": {}})
+    problems, *_ = asked[1]
+    assert named == [[GPU_ROW, f"{GPU_ROW}+cuda.norm_quantize"]]
+    assert {(p.op, p.n, p.k) for p in problems} == {("gemm", N, K), ("gemm_norm", N, K)}
+
+
+def test_only_the_kernels_of_a_product_are_replayed() -> None:
+    """Of a way of which none of them is here, such as a GPU's, all that are."""
+    site = LearnedSite("a", seen("X3")[0])
+    every = replays.replay(site)
+    assert replays.replay(site, only={"output": [ROW]}) == [of(every, "output", ROW)]
+    found = replays.replay(site, only={"output": [GPU_ROW], "grad_input": [TENSOR]})
+    assert found == [of(every, "output", ROW), of(every, "grad_input", TENSOR)]
 
 
 def test_reports_compile_before_replay(monkeypatch: pytest.MonkeyPatch) -> None:
