@@ -32,8 +32,8 @@ from lokakern.jit import TritonLauncher
 MOST_KEYS = 128
 MOST_COLUMNS = 64
 LEAST_TILE = 16  # of tensor cores
-NO_BIAS, EXCLUDES = 0, 2
-ADDS = tl.constexpr(1)
+NO_BIAS = 0
+ADDS, EXCLUDES = tl.constexpr(1), tl.constexpr(2)
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -225,6 +225,14 @@ def short_attention_gradients_kernel(
                 total = tl.where(total == 0.0, 1.0, total)
             p = p / total[:, None]
             of_score = p * (of_weights - tl.sum(p * of_weights, 1)[:, None])
+            if BIAS == EXCLUDES:  # even if the query reads nothing, and p is NaN
+                of_score = tl.where(is_read, of_score, 0.0)
+            if CAUSAL:
+                of_score = tl.where(is_read, of_score, 0.0)
+        if EACH:  # keys that others do not read may have NaN
+            p, of_score = tl.where(has_row, p, 0.0), tl.where(has_row, of_score, 0.0)
+        if CAUSAL:
+            p, of_score = tl.where(has_row, p, 0.0), tl.where(has_row, of_score, 0.0)
         of_values += tl.dot(p.to(given.dtype).T, given)
         rounded = of_score.to(left.dtype)
         of_keys += tl.dot(rounded.T, left)
@@ -328,7 +336,7 @@ def short_attention_gradients(
     batch, heads, queries, keys, d = _sizes(q, k, v)
     dq, dk, dv = (q.new_empty((batch, tokens, heads, d)) for tokens in (queries, keys, keys))
     if not dk.numel():
-        return dq, dk, dv
+        return dq.zero_(), dk, dv
     dy, q, k, v = map(_readable, (dy, q, k, v))
     *tile, warps = gradient_tile_of(queries, keys, d)
     strides = [stride for x in (dy, q, k, v) for stride in _steps(x)[:3]]
@@ -363,7 +371,7 @@ def _read_bias(q: Tensor, bias: Tensor | None) -> tuple[Tensor, list[int], int, 
         return q, _steps(q), NO_BIAS, False
     bias = bias if _is_near(bias) else bias.contiguous()
     if bias.dtype is torch.bool:
-        return bias.view(torch.uint8), _steps(bias), EXCLUDES, bias.shape[2] > 1
+        return bias.view(torch.uint8), _steps(bias), EXCLUDES.value, bias.shape[2] > 1
     return bias, _steps(bias), ADDS.value, bias.shape[2] > 1
 
 

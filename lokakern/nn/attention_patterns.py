@@ -450,7 +450,7 @@ class _Walk:
         if x is None or scale != terms.scale:
             return False
         if terms.is_masked:
-            if x.target is not aten.where.self or x.args[0] is not terms.bias:
+            if x.target is not aten.where.self or _itself(x.args[0]) is not _itself(terms.bias):
                 return False
             zero, kept = x.args[2 if terms.is_kept else 1], x.args[1 if terms.is_kept else 2]
             if not _is_number(zero, 0.0):
@@ -537,6 +537,13 @@ def _is_call(node: Any, target: Any, *given: Any) -> bool:
         y is None or x is y or (not isinstance(y, fx.Node) and x == y)
         for x, y in zip(node.args, given, strict=True)
     )
+
+
+def _itself(node: Any) -> Any:
+    """What a node is another name of."""
+    while isinstance(node, fx.Node) and node.target in (aten.alias.default, aten.detach.default):
+        node = node.args[0]
+    return node
 
 
 def _before_padding(x: Any) -> Any:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from lokakern.nn.attention_patterns import Attention, Gradients, by_heads, find_attention
-from lokakern.nn.graph_edit import RESHAPES, add, replace
+from lokakern.nn.graph_edit import RESHAPES, add, replace, value
 from lokakern.nn.token_mixing import has_triton
 
 aten = torch.ops.aten
@@ -85,7 +85,7 @@ def _gradients(
         sigmoid = score.sigmoid()
         ds = (silu * dp * sigmoid * (1 + score * (1 - sigmoid))).masked_fill(left_out, 0.0)
     else:
-        ds = p * (dp - (p * dp).sum(-1, keepdim=True))
+        ds = (p * (dp - (p * dp).sum(-1, keepdim=True))).masked_fill(left_out, 0.0)
     found = ds @ k.float() * scale, ds.mT @ q.float() * scale, p.mT @ dy.float()
     dq, dk, dv = (x.to(q.dtype).transpose(1, 2).contiguous() for x in found)
     return dq, dk, dv
@@ -123,9 +123,8 @@ def attend_at_once(graph: fx.Graph) -> None:
     """Compute attentions of an inference over few tokens by one kernel each."""
     for node in list(graph.nodes):
         found = find_attention(node, _fits)
-        views = [] if found is None else _views_of(found.out)
-        if found is not None and all(x.target is not aten.as_strided.default for x in views):
-            for view in views:  # of other strides, now and then
+        if found is not None and not _has_readers_of_strides([found.out]):
+            for view in _views_of(found.out):  # of other strides, now and then
                 view.target = aten.reshape.default if view.target in RESHAPES else view.target
             _write(found)
     graph.eliminate_dead_code()
@@ -133,22 +132,69 @@ def attend_at_once(graph: fx.Graph) -> None:
 
 def attend_in_training(graph: fx.Graph) -> None:
     """The same in the joint graph of a forward and a backward pass, two kernels each."""
-    moved: set[fx.Node] = set()
-    gone: set[fx.Node] = set()
+    outputs = {x: value(x) for x in graph.output_node().all_input_nodes}
+    replaced: set[fx.Node] = set()
+    written: set[fx.Node] = set()
     for node in list(graph.nodes):
-        found = None if node in gone else find_attention(node, _fits, trains=True)
+        found = None if node in replaced else find_attention(node, _fits, trains=True)
         if found is None or found.gradients is None:
             continue
         ends = [found.out, *found.gradients[1:4]]
-        views = [view for end in ends for view in _views_of(end)]
-        if any(x.target is aten.as_strided.default for x in views):
+        if _has_readers_of_strides(ends):
             continue
-        for view in views:
+        for view in (view for end in ends for view in _views_of(end)):
             view.target = aten.reshape.default if view.target in RESHAPES else view.target
-        gone.update(ends)
-        moved |= {*_write_gradients(found, found.gradients), *_write(found)}
+        replaced.update(ends)
+        written |= {*_write_gradients(found, found.gradients), *_write(found)}
     graph.eliminate_dead_code()
-    _update_values(graph, moved)
+    if written:
+        _update_values(graph, written)
+        _keep_strides(graph, [*outputs.values()])
+
+
+def _has_readers_of_strides(ends: list[fx.Node]) -> bool:
+    """Whether what results reach depends on their order in memory.
+
+    That are operators that read memory by strides, operators of higher order, such as kernels of
+    users, and results of the graph with gaps.
+    """
+    reached, todo = set(ends), [*ends]
+    while todo:
+        for user in todo.pop().users:
+            if user.op == "output":
+                continue
+            is_op = isinstance(user.target, torch._ops.OpOverload)
+            if user.target is aten.as_strided.default or not (
+                is_op or user.target is operator.getitem
+            ):
+                return True
+            if user not in reached:
+                reached.add(user)
+                todo.append(user)
+    results = ends[0].graph.output_node().all_input_nodes
+    values = [value(x) for x in results if x in reached]
+    return any(x is not None and _in_order(x) is None for x in values)
+
+
+def _in_order(x: Tensor) -> list[int] | None:
+    """Dimensions from the outer to the inner one in memory, or None if there are gaps."""
+    order = sorted(range(x.dim()), key=lambda dim: (-x.stride()[dim], dim))
+    return order if x.permute(order).is_contiguous() else None
+
+
+def _keep_strides(graph: fx.Graph, before: list[Tensor | None]) -> None:
+    """Let results of the graph have the order in memory that callers were told of."""
+    output = graph.output_node()
+    for node, of in zip(output.all_input_nodes, before, strict=True):
+        now, order = value(node), None if of is None else _in_order(of)
+        if now is None or of is None or order is None or now.stride() == of.stride():
+            continue
+        with graph.inserting_before(output):
+            x = add(graph, aten.permute.default, node, order)
+            x = add(graph, aten.clone.default, x, memory_format=torch.contiguous_format)
+            back = [order.index(dim) for dim in range(len(order))]
+            x = add(graph, aten.permute.default, x, back)
+        output.replace_input_with(node, x)
 
 
 def _views_of(node: fx.Node) -> list[fx.Node]:
@@ -237,10 +283,10 @@ def _read_through(node: fx.Node, dims: list[int], made: fx.Node) -> None:
                 node.graph.erase_node(user)
 
 
-def _update_values(graph: fx.Graph, moved: set[fx.Node]) -> None:
+def _update_values(graph: fx.Graph, written: set[fx.Node]) -> None:
     """Tell strides anew of what reads nodes whose order in memory is another."""
     for node in graph.nodes:
-        if moved.isdisjoint(node.all_input_nodes):
+        if written.isdisjoint(node.all_input_nodes):
             continue
         if not isinstance(node.target, torch._ops.OpOverload) and node.target != operator.getitem:
             continue
@@ -249,4 +295,4 @@ def _update_values(graph: fx.Graph, moved: set[fx.Node]) -> None:
         found, before = node.target(*values[0], **values[1]), node.meta["val"]
         node.meta["val"] = found
         if not isinstance(found, Tensor) or found.stride() != before.stride():
-            moved.add(node)
+            written.add(node)

@@ -290,6 +290,150 @@ def test_a_training_of_another_is_left(name: str) -> None:
     compare_steps(model, found, *inputs)
 
 
+class Masked(torch.autograd.Function):
+    """Scores with a mask, and their gradient with another one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, out: Tensor, of_gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(of_gradient)
+        return x.masked_fill(out, -torch.inf)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return g.masked_fill(ctx.saved_tensors[0], 0.0), None, None
+
+
+class MaskedAlike(torch.autograd.Function):
+    """With the same."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, out: Tensor) -> Tensor:
+        ctx.save_for_backward(out)
+        return x.masked_fill(out, -torch.inf)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return g.masked_fill(ctx.saved_tensors[0], 0.0), None
+
+
+class Lifted(MaskedAlike):
+    """A gradient that is another number where nothing is read."""
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return g.masked_fill(ctx.saved_tensors[0], 0.25), None
+
+
+class Scaled(torch.autograd.Function):
+    """A factor, of which the gradient has another."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 0.5
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return g * 0.25
+
+
+class ScaledAlike(Scaled):
+    """A factor, of which the gradient has the same."""
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return g * 0.5
+
+
+def changed(kind: str) -> Attend:
+    def attend(q: Tensor, k: Tensor, v: Tensor, present: Tensor) -> Any:
+        out, score = ~present[:, None, None, :], q @ k.mT
+        if kind.startswith("silu"):
+            by = ScaledAlike if kind == "silu alike" else Scaled
+            return by.apply(functional.silu(score)) @ v  # type: ignore[no-untyped-call]
+        if kind.startswith("scale"):
+            by = ScaledAlike if kind == "scale alike" else Scaled
+            return by.apply(score).softmax(-1) @ v  # type: ignore[no-untyped-call]
+        if kind == "mask":
+            return Masked.apply(score, out, out.roll(1, -1)).softmax(-1) @ v  # type: ignore[no-untyped-call]
+        by = Lifted if kind == "number" else MaskedAlike
+        return by.apply(score, out).softmax(-1) @ v  # type: ignore[no-untyped-call]
+
+    return attend
+
+
+@pytest.mark.parametrize(
+    ("kind", "count"),
+    [
+        ("scale alike", 1),
+        ("scale", 0),
+        ("silu alike", 1),
+        ("silu", 0),
+        ("mask alike", 1),
+        ("mask", 0),
+        ("number", 0),
+    ],
+)
+def test_gradients_of_another_function_are_left(kind: str, count: int) -> None:
+    model, inputs = Model(changed(kind)), given()
+    found, code = trained(model, *inputs)
+    assert code.count("short_attention_gradients.default") == count
+    compare_steps(model, found, *inputs)
+
+
+class Shown(Model):
+    """Outputs by heads, also as views and behind other operators."""
+
+    def forward(self, x: Tensor, present: Tensor) -> Any:
+        made = self.inputs(x.flatten(0, 1)).view(len(x), -1, 3, HEADS, D)
+        q, k, v = made.permute(2, 0, 3, 1, 4).unbind(0)
+        y = self.attend(q, k, v, present)
+        return y, y.transpose(1, 2), y.tanh(), y.tanh().view(len(x), -1), y.detach()
+
+
+def test_outputs_of_a_training_have_the_strides_of_eager_mode() -> None:
+    model, inputs = Shown(masked), given()
+    found, graphs = graphs_of(
+        model, *inputs, change=lambda graph: None, trains=True,
+        change_both=graph_passes.JointPasses(None),
+    )  # fmt: skip
+    assert "lokakern.short_attention" in graphs[0].python_code("self").src
+    for one, other in zip(found, model(*inputs), strict=True):
+        assert one.shape == other.shape and one.stride() == other.stride()
+        assert (one.double() - other.double()).norm() < 0.01 * other.double().norm()
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_what_reads_memory_by_strides_keeps_its_attention(trains: bool) -> None:
+    class Strided(Model):
+        def forward(self, x: Tensor, present: Tensor) -> Any:
+            made = self.inputs(x.flatten(0, 1)).view(len(x), -1, 3, HEADS, D)
+            q, k, v = made.permute(2, 0, 3, 1, 4).unbind(0)
+            return (self.attend(q, k, v, present) * 2).as_strided((3, 5), (7, 1), 2)
+
+    model, inputs = Strided(masked), given()
+    if trains:
+        found, code = trained(model, *inputs)
+        compare_steps(model, found, *inputs)
+    else:
+        y, code = passed(model, *inputs)
+        assert torch.equal(y, model(*inputs).detach())
+    assert "short_attention" not in code
+
+
+def test_a_training_compiled_by_inductor() -> None:
+    model, inputs = Model(masked), given()
+    torch._dynamo.reset()
+    texts: list[str] = []
+
+    def step(x: Tensor, present: Tensor) -> Tensor:
+        y: Tensor = torch.compile(model, dynamic=False)(x, present)
+        return y
+
+    y, texts = torch._inductor.utils.run_fw_bw_and_get_code(lambda: step(*inputs))  # type: ignore[no-untyped-call]
+    assert "short_attention_gradients" in "\n".join(texts)
+    compare_steps(model, [y, *gradients_of(step(*inputs), model)], *inputs)
+
+
 def learned_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     return (q @ k.mT + bias).softmax(-1) @ v
 
@@ -553,6 +697,7 @@ def check(device: str, dtype: torch.dtype) -> None:
         elif kind == "excluded":
             bias = torch.rand(batch, 1, queries, keys, device=device) < 0.5
             bias[0, 0, 0] = True  # this query reads nothing
+        check_unread(q, k, v, d**-0.5)
         for zeros in (True, False):
             found = run(q, k, v, bias, d**-0.5, causal, zeros)
             expected = reference(q, k, v, bias, d**-0.5, causal)
@@ -600,6 +745,34 @@ def check_gradients(
             assert error < tolerance * other.norm() + 1e-6, (q.shape, k.shape, error)
 
 
+def check_unread(q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
+    """Gradients where a query reads nothing without zeros, and where no query reads NaN."""
+    from lokakern.kernels.triton.short_attention import short_attention_gradients as run
+
+    bias = torch.zeros(1, 1, q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
+    bias[:, :, 0] = True
+    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    dy = torch.randn_like(q)
+    y = reference(*leaves, bias, scale, False).transpose(1, 2)  # type: ignore[misc, arg-type]
+    expected = torch.autograd.grad(y, leaves, dy.double())
+    on_cpu = [x.cpu() for x in (dy, q, k, v, bias)]
+    op = torch.ops.lokakern.short_attention_gradients
+    for found in (run(dy, q, k, v, bias, scale, False, False),
+                  op(*on_cpu, scale, False, False, 0.0)):  # fmt: skip
+        for one, other in zip(found, expected, strict=True):
+            one = one.transpose(1, 2).double().to(other.device)
+            assert torch.equal(one.isnan(), other.isnan())
+            error = (one - other).nan_to_num().norm()
+            assert error < 0.012 * other.nan_to_num().norm() + 1e-6
+    if k.shape[2] > 1:
+        bias = torch.zeros_like(bias)
+        bias[..., -1] = True
+        k = k.clone()
+        k[:, :, -1] = torch.nan
+        _, dk, dv = run(dy, q, k, v, bias, scale, False, False)
+        assert not dk.isnan().any() and not dv.isnan().any()
+
+
 if __name__ == "__main__":
     check("cpu", torch.float16)  # as the interpreter multiplies no bfloat16
 
@@ -634,3 +807,14 @@ def test_a_model_is_right_on_a_gpu(attend: Attend) -> None:
         expected = model(*inputs)
     assert "short_attention" in "\n".join(codes)
     assert (found.double() - expected.double()).norm() < 0.01 * expected.double().norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attend", [plain, masked, biased, kept, early, by_silu, wide, fused])
+def test_a_model_trains_right_on_a_gpu(attend: Attend) -> None:
+    model, inputs = Model(attend).cuda(), [x.cuda() for x in given()]
+    torch._dynamo.reset()
+    compiled = torch.compile(model, dynamic=False)
+    y, codes = torch._inductor.utils.run_fw_bw_and_get_code(lambda: compiled(*inputs))  # type: ignore[no-untyped-call]
+    assert "short_attention_gradients" in "\n".join(codes)
+    compare_steps(model, [y, *gradients_of(compiled(*inputs), model)], *inputs)

@@ -261,7 +261,7 @@ def summed_norm_cases() -> list[Case]:
 
 ATTENTIONS = (  # queries, keys, columns, kind of bias, of each query, silu, causal
     ("bf16", 54, 54, 16, short_attention.ADDS.value, False, 0.0, False),
-    ("bf16", 2, 54, 16, short_attention.EXCLUDES, False, 0.0, False),
+    ("bf16", 2, 54, 16, short_attention.EXCLUDES.value, False, 0.0, False),
     ("bf16", 128, 128, 64, short_attention.NO_BIAS, False, 0.0078125, False),
     ("fp16", 128, 128, 64, short_attention.ADDS.value, True, 0.0, True),
 )
