@@ -7,6 +7,7 @@ its products have.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import queue
@@ -85,12 +86,15 @@ class DriftJudge:
         }
         self._turns = dict.fromkeys(kernels)  # the longest not judged first
         self._quiet, self._rounds = 0, itertools.count()  # windows without a judgement
+        self._again: dict[str, str] = {}  # what moved, by site, of judgements that failed once
         self._compiled = set[Place]()  # whose kernels were, for a replay
         self._windows: queue.Queue[Window | None] = queue.Queue()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._found: deque[Judged | BaseException] = deque()
         self._thread = threading.Thread(target=self._work, name="lokakern drift watch", daemon=True)
         self._thread.start()
+        # A thread that the interpreter ends within PyTorch aborts the process.
+        atexit.register(self._end_at_exit)
 
     def put(self, sites: dict[str, SiteWindow]) -> None:
         """Take a window, whose tensors the device may still compute."""
@@ -118,6 +122,10 @@ class DriftJudge:
         if wait:
             self._thread.join()
 
+    def _end_at_exit(self) -> None:
+        self.end(wait=False)
+        self._thread.join()
+
     def _drop(self, most: int) -> None:
         """Forget the oldest windows that wait."""
         while self._windows.qsize() > most:
@@ -131,6 +139,7 @@ class DriftJudge:
         while self._look_at(self._windows.get()):
             self._windows.task_done()
         self._windows.task_done()
+        atexit.unregister(self._end_at_exit)
 
     def _look_at(self, window: Window | None) -> bool:
         """Judge a window; whether there was one. Its statistics are freed at the return."""
@@ -161,6 +170,9 @@ class DriftJudge:
         for name, waiting in self._first.items():
             if waiting & parts.get(name, set()):
                 moved.setdefault(name, "")
+        again = {name: words for name, words in self._again.items() if name in parts}
+        waiting_still = {n: words for n, words in self._again.items() if n not in parts}
+        moved |= {name: words for name, words in again.items() if not moved.get(name)}
         self._quiet = 0 if moved else self._quiet + 1
         in_turn = self._quiet >= IN_TURN
         places = [place for place in self._kernels if place[0] in moved]
@@ -171,6 +183,9 @@ class DriftJudge:
             moved = {name: "" for name, _ in places}
         if not moved:
             return
+        # Until it is judged: what is usual began anew, and no later window tells it again.
+        fails_first = {} if in_turn else {n: w for n, w in moved.items() if n not in again}
+        self._again = waiting_still | fails_first
         worst: dict[Place, ClassVerdict | None] = {}
         learned = [LearnedSite(name, window.sites[name].statistics()) for name in moved]
         only = {site.name: self._able(site, places) for site in learned}
@@ -186,6 +201,7 @@ class DriftJudge:
                 self._compiled.add(place)
         for place in places:
             self._turns[place] = self._turns.pop(place, None)
+        self._again = waiting_still
         self._found.append(Judged(worst, moved, in_turn))
 
     def _able(self, site: LearnedSite, places: Collection[Place]) -> dict[str, tuple[str, ...]]:

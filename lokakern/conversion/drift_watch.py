@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from lokakern.types import ErrorBudget
 
 LOGGER = logging.getLogger(__name__)
+NO_BACKWARD = -1
 WEIGHTS_EVERY = 5  # windows, after which weights are looked at, which change slowly
 TO_BF16, TO_FP8, STAYS = "to bf16", "to fp8", "stays"
 
@@ -100,6 +101,7 @@ class _WindowProbe(Probe):
         self._sampler.many_rows, self._sampler.read_rows = MANY_ROWS, READ_ROWS
         self._hand_over, self._turned = hand_over, turned
         self._has_window, self._windows = False, 0
+        self._backward = NO_BACKWARD  # the backward pass in which the window's step ended
         recorders: dict[str, Any] = self._recorders
         for name, recorder in recorders.items():
             recorder.has_parameter = self._parameter_of(name) is not None
@@ -113,8 +115,12 @@ class _WindowProbe(Probe):
         self._has_window |= self._sampler.on
         # A CUDA graph would replay what is recorded now: the window goes on.
         if self._has_window and not _is_captured():
-            self._has_window = False
-            self._end_window()
+            backward = torch._C._current_graph_task_id()
+            if backward != NO_BACKWARD and self._backward in (NO_BACKWARD, backward):
+                self._backward = backward  # an optimizer steps within: gradients are still to come
+            else:
+                self._has_window, self._backward = False, NO_BACKWARD
+                self._end_window()
         # Nothing begins or ends between two steps that are not sampled.
         if self._sampler.on or self._steps % self.every == 0:
             super()._turn()

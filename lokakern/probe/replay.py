@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -193,6 +194,9 @@ def _padded(x: Tensor, columns: int) -> Tensor:
     return nn.functional.pad(x, (0, columns - x.shape[1]))
 
 
+_REPLAYING = threading.Lock()  # distributions are registered by the names of sites
+
+
 def replay(
     site: LearnedSite,
     *,
@@ -223,7 +227,8 @@ def replay(
         records[place] = record
         tell(f"replaying {site.name}", len(records) / len(cells))
 
-    with learned(*map(site.distribution, site.gemms())):
+    # Of two models whose watches judge layers of one name, at once, or of a watch and a report.
+    with _REPLAYING, learned(*map(site.distribution, site.gemms())):
         measure_cells(cells, torch_device(), device, lambda *_: True, keep)
     if database is not None:
         from lokakern.registry.storage.run_files import RunFile

@@ -177,7 +177,9 @@ class Transfer:
         self._values = torch.cat([*flat, torch.zeros(1, device=device)])
         self._ready: Any = None
         if device.type == "cuda":
-            pinned = torch.empty(len(self._values), pin_memory=True)
+            pinned = torch.empty(
+                len(self._values), dtype=torch.float32, device="cpu", pin_memory=True
+            )
             self._values = pinned.copy_(self._values, non_blocking=True)
             self._ready = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             self._ready.record(torch.cuda.current_stream(device))

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import subprocess
+import sys
 import threading
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,6 +22,7 @@ from lokakern.conversion.drift_watch import STAYS, TO_BF16, TO_FP8, DriftEvent, 
 from lokakern.conversion.routes import GEMMS
 from lokakern.errors import ShapeError, UnsupportedError
 from lokakern.nn.routed_matmul import has_switch, kernels_of, switched, traced_route, turn
+from lokakern.probe.replay import replay
 from lokakern.probe.windows import SiteWindow
 from tests.support import native
 
@@ -465,3 +470,115 @@ def test_a_switch_is_a_part_of_a_route() -> None:
     assert switched("", "x") == ""
     turn(["x.1.output"], False)
     turn(["x.1.output"], True)
+
+
+def small_rows(seed: int) -> Tensor:
+    """A third of the rows so small that the spread of rows moves, and no median does."""
+    x = batch(seed)
+    x[::3] *= 1e-5
+    return x
+
+
+def run_on(training: Training, steps: int, make: Callable[[int], Tensor]) -> list[DriftEvent]:
+    before = len(training.watch.events)
+    for seed in range(steps):
+        training.call(make(seed)).float().square().mean().backward()
+        training.optimizer.step()
+        training.watch.apply(wait=True)
+    return training.watch.events[before:]
+
+
+def test_what_moved_is_judged_by_the_next_window_where_a_judgement_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = model_of()
+    handle = lokakern.convert(model, kernels="tensor")
+    failing = [True]
+
+    def fails_once(*args: Any, **options: Any) -> Any:
+        if failing and failing.pop():
+            raise RuntimeError("no memory left")
+        return replay(*args, **options)
+
+    monkeypatch.setattr(drift_judge, "replay", fails_once)
+    with handle.watch(budget=0.06, every=1) as watch:
+        training = Training(model, watch)
+        with pytest.warns(UserWarning, match="a window was not judged.*no memory left"):
+            first = training.run(2)
+        assert {(e.site, e.action) for e in first} == {("0", STAYS), ("2", STAYS)}
+        assert not training.run(4)
+        failing.append(True)
+        with pytest.warns(UserWarning, match="a window was not judged.*no memory left"):
+            events = run_on(training, 3, small_rows)
+    (event,) = [e for e in events if e.action == TO_BF16]
+    assert (event.site, event.gemm, event.step) == ("0", "output", 9)
+    assert "input.row_spread rose from" in event.moved
+
+
+def test_gradients_that_come_after_an_optimizer_stepped_belong_to_the_window() -> None:
+    """As where each parameter has an optimizer that steps within the backward pass."""
+    model = model_of()
+    handle = lokakern.convert(model, kernels="tensor")
+    for parameter in model.parameters():
+        optimizer = torch.optim.SGD([parameter], 1e-6)
+
+        def update(p: Tensor, optimizer: Any = optimizer) -> None:
+            optimizer.step()
+            p.grad = None
+
+        parameter.register_post_accumulate_grad_hook(update)
+    with handle.watch(budget=0.06, every=2) as watch:
+        for seed in range(8):
+            model(batch(seed)).float().square().mean().backward()
+            watch.apply(wait=True)
+    judged = {f"{e.site}/{e.gemm}" for e in watch.events}
+    assert judged == {f"{name}/{gemm}" for name in "02" for gemm in GEMMS} - {NOT_RUN}
+
+
+def test_watches_of_two_models_with_layers_of_one_name_judge_both() -> None:
+    models = [model_of(), model_of()]
+    watches = [lokakern.convert(m, kernels="tensor").watch(budget=0.06, every=1) for m in models]
+    with contextlib.ExitStack() as stack, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for watch in watches:
+            stack.enter_context(watch)
+        for step in range(12):
+            for model, watch in zip(models, watches, strict=True):
+                x = small_rows(step) if step >= 6 else batch(step)
+                model(x).float().square().mean().backward()
+                watch._probe.step()  # type: ignore[union-attr]
+            for watch in watches:
+                watch.apply(wait=True)
+    assert [watch.in_bf16 for watch in watches] == [["0/output"]] * 2
+
+
+EXITS = """
+import sys, threading, time
+import lokakern, torch
+from lokakern.conversion import drift_judge
+from tests.conversion.test_drift_watch import model_of
+begun = threading.Event()
+def slow(*args, **options):
+    begun.set()
+    while threading.main_thread().is_alive():
+        time.sleep(0.001)
+    torch.ones(300, 300) @ torch.ones(300, 300)
+    sys.stderr.write("replayed")
+    return []
+drift_judge.replay = slow
+model = model_of()
+watch = lokakern.convert(model, kernels="tensor").watch(budget=0.06, every=1)
+watch.start()
+x = torch.randn(256, 64).bfloat16()
+model(x).float().square().mean().backward()
+watch._probe.step()
+begun.wait()
+sys.exit(7)
+"""
+
+
+def test_the_end_of_the_program_waits_for_a_judgement() -> None:
+    """A thread that ends within PyTorch aborts the process: exit status -6."""
+    found = subprocess.run([sys.executable, "-c", EXITS], capture_output=True, text=True)
+    assert found.returncode == 7, found.stderr
+    assert "replayed" in found.stderr
