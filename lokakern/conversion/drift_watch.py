@@ -30,7 +30,7 @@ from lokakern.probe.report import ProbeReport
 from lokakern.probe.session import Probe
 from lokakern.probe.statistics import sizes_of
 from lokakern.probe.verdicts import LIMITS
-from lokakern.probe.windows import MANY_ROWS, READ_ROWS, SiteWindow, WindowRecorder
+from lokakern.probe.windows import SiteWindow, WindowRecorder
 
 if TYPE_CHECKING:
     from lokakern.conversion.convert import Conversion
@@ -98,7 +98,6 @@ class _WindowProbe(Probe):
     ) -> None:
         super().__init__(model, every, **options)
         self._sampler.trains_only = True
-        self._sampler.many_rows, self._sampler.read_rows = MANY_ROWS, READ_ROWS
         self._hand_over, self._turned = hand_over, turned
         self._has_window, self._windows = False, 0
         self._backward = NO_BACKWARD  # the backward pass in which the window's step ended

@@ -49,7 +49,6 @@ class Sampler:
     def __init__(self, seed: int) -> None:
         self.on, self.step, self.buffer = False, 0, StepBuffer()
         self.trains_only = False  # whether calls in evaluation, without gradients, do not count
-        self.many_rows, self.read_rows = MANY_ROWS, READ_ROWS
         self._share = 0.0  # where in a matrix the sampled rows begin, 0..1
         self._random = random.Random(seed)  # its own, lest a model's dropout change
         self._generators: dict[torch.device, torch.Generator] = {}
@@ -80,7 +79,7 @@ class Sampler:
             keys = torch.rand(
                 SAMPLED_ROWS, generator=self._generators[device], dtype=torch.float64, device=device
             )
-            self._samples[device, call] = Sample(self._share, keys, self.many_rows, self.read_rows)
+            self._samples[device, call] = Sample(self._share, keys)
         return self._samples[device, call]
 
 
@@ -90,8 +89,6 @@ class Sample:
 
     share: float  # where in the matrix they begin, 0..1
     keys: Tensor  # ``[SAMPLED_ROWS]`` float64, uniform over 0..1
-    many_rows: int = MANY_ROWS  # of a matrix with as many, passes read some `read_rows`
-    read_rows: int = READ_ROWS
     _places: dict[tuple[tuple[int, ...], int], tuple[Tensor, ...]] = field(default_factory=dict)
 
     def rows_of(self, x: Tensor) -> Tensor:
@@ -104,11 +101,11 @@ class Sample:
     def part_of(self, x: Tensor) -> Tensor:
         """Of many rows ``[..., columns]`` some, evenly spread, as a view if they lie in order."""
         count = math.prod(x.shape[:-1])
-        if count < self.many_rows:
+        if count < MANY_ROWS:
             return x
         if not x.is_contiguous():
-            return x[self._index(x.shape[:-1], self.read_rows)]
-        step = coprime_from(count // self.read_rows, count)
+            return x[self._index(x.shape[:-1], READ_ROWS)]
+        step = coprime_from(count // READ_ROWS, count)
         return x.view(count, -1)[int(self.share * step) :: step]
 
     def _index(self, shape: tuple[int, ...], most: int = SAMPLED_ROWS) -> tuple[Tensor, ...]:

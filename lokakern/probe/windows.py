@@ -33,9 +33,6 @@ from lokakern.probe.statistics import (
     snapshots_of,
 )
 
-# Of a matrix of `MANY_ROWS` two passes read some `READ_ROWS`: of DLRM-DCNv2's operands at 8192
-# samples a fifth of 1.1 GB.
-MANY_ROWS, READ_ROWS = 2**12, 2**11
 ELEMENTS = 2**14  # of an operand, of which quantiles are taken
 MOST_ELEMENTS = 2**24  # of float64 that are worked on together: 128 MiB
 LEAST_SHARE = 0.01  # of rows that are smaller, or larger, than the ends of their spread

@@ -210,7 +210,7 @@ def test_gradients_behind_layers_are_joined_in_training_where_their_kernel_was_t
     model = normed()
     handle = convert(model, 0.06)
     assert handle.joined == {"0": "layer relu linear", "3": "none relu"}
-    assert handle.forms == {"0": SUMS, "3": SUMS, "5": DOT}
+    assert handle.forms == {"0": SUMS, "3": SUMS, "5": LOGIT}
     for options, forms in (({"inference": True}, {"5": LOGIT}), ({"between": False}, {})):
         other = convert(normed(), 0.06, **options)
         assert not other.joined and other.forms == forms
@@ -221,8 +221,8 @@ def test_gradients_behind_layers_are_joined_in_training_where_their_kernel_was_t
     assert not handle.joined and not handle.rectified and not handle.forms
     assert not any(module.form for module in model if isinstance(module, Linear))
     handle.use_routes({}, has_relus=True)
-    assert handle.forms == {"0": SUMS, "3": SUMS, "5": DOT}
-    assert model[5].form == DOT
+    assert handle.forms == {"0": SUMS, "3": SUMS, "5": LOGIT}
+    assert model[5].form == LOGIT
     handle.table()
     told = " ".join(capsys.readouterr().out.split())
     assert "compiled code: sums over products of elements in 5" in told
@@ -249,7 +249,7 @@ def test_gradients_of_modified_models_and_of_layers_with_their_own_norm_are_join
     assert kept == {name: text for name, text in found.items() if name in kept} and "0" in kept
     alone = nn.ModuleDict({"a": lokakern.LinearNormAct(32, K), "b": lokakern.Linear(K, 1)})
     handle = convert(alone.bfloat16(), 0.06)
-    assert handle.joined == {"a": "layer relu"} and handle.forms == {"b": DOT}
+    assert handle.joined == {"a": "layer relu"} and handle.forms == {"b": LOGIT}
     for options in ({"inference": True}, {"between": False}):
         assert not convert(copy.deepcopy(alone), 0.06, **options).joined
     handle.use_routes({}, has_relus=False)
