@@ -97,8 +97,15 @@ class DriftJudge:
         atexit.register(self._end_at_exit)
 
     def put(self, sites: dict[str, SiteWindow]) -> None:
-        """Take a window, whose tensors the device may still compute."""
-        numbers = transfers_of(sites)
+        """Take a window, whose tensors the device may still compute.
+
+        One for which there is no memory is dropped: a watch ends no training.
+        """
+        try:
+            numbers = transfers_of(sites)
+        except torch.OutOfMemoryError as error:
+            self._found.append(error)
+            return
         ready = {}
         for device in {s.device for s in sites.values() if s.device.type == "cuda"}:
             ready[device] = torch.cuda.Event()  # type: ignore[no-untyped-call]

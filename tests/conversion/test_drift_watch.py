@@ -23,7 +23,7 @@ from lokakern.conversion.routes import GEMMS
 from lokakern.errors import ShapeError, UnsupportedError
 from lokakern.nn.routed_matmul import has_switch, kernels_of, switched, traced_route, turn
 from lokakern.probe.replay import replay
-from lokakern.probe.windows import SiteWindow
+from lokakern.probe.windows import SiteWindow, transfers_of
 from tests.support import native
 
 K, M = 64, 256
@@ -486,6 +486,24 @@ def run_on(training: Training, steps: int, make: Callable[[int], Tensor]) -> lis
         training.optimizer.step()
         training.watch.apply(wait=True)
     return training.watch.events[before:]
+
+
+def test_a_window_without_memory_ends_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of()
+    handle = lokakern.convert(model, kernels="tensor")
+    failing = [True]
+
+    def fails_once(sites: Any) -> Any:
+        if failing and failing.pop():
+            raise torch.OutOfMemoryError("no memory left")
+        return transfers_of(sites)
+
+    monkeypatch.setattr(drift_judge, "transfers_of", fails_once)
+    with handle.watch(budget=0.06, every=1) as watch:
+        training = Training(model, watch)
+        with pytest.warns(UserWarning, match="a window was not judged.*no memory left"):
+            events = training.run(4)
+    assert {event.site for event in events} == {"0", "2"}
 
 
 def test_what_moved_is_judged_by_the_next_window_where_a_judgement_failed(
