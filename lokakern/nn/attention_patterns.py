@@ -387,11 +387,11 @@ class _Walk:
         if node.target is aten.sigmoid.default:
             self.inner.add(node)
             return node.args[0] is x
-        node = self.scaled(node)[0] or node
-        if node.target is not aten.reciprocal.default:
+        one, times = self.scaled(node)
+        if one is None or one.target is not aten.reciprocal.default or times != 1.0:
             return False
-        self.inner.add(node)
-        return self.is_one_more_than_exp_of_minus(node.args[0], x)
+        self.inner.add(one)
+        return self.is_one_more_than_exp_of_minus(one.args[0], x)
 
     def is_one_more_than_exp_of_minus(self, node: Any, x: Any) -> bool:
         if not _is_call(node, aten.add.Tensor, None, 1) or node.kwargs:

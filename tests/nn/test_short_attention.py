@@ -217,6 +217,10 @@ def unmatched(name: str) -> Attend:
     def softmax_times_two(q: Tensor, k: Tensor, v: Tensor, present: Tensor) -> Tensor:
         return (q @ k.mT).softmax(-1) * 2 @ v
 
+    def twice_silu(q: Tensor, k: Tensor, v: Tensor, present: Tensor) -> Tensor:
+        score = q @ k.mT
+        return score * (2.0 / (1.0 + (-score).exp())) / 128 @ v
+
     def mask_is_added(q: Tensor, k: Tensor, v: Tensor, present: Tensor) -> Tensor:
         return (q @ k.mT / 4.0 + present[:, None, None, :]).softmax(-1) @ v
 
@@ -258,7 +262,8 @@ def unmatched(name: str) -> Attend:
 
     return {f.__name__: f for f in (
         weights_are_read, scores_are_read, along_queries, scaled_behind_a_mask, normalized_twice,
-        silu_of_another, softmax_times_two, mask_is_added, number_is_added, less_a_number,
+        silu_of_another, softmax_times_two, twice_silu, mask_is_added, number_is_added,
+        less_a_number,
         scores_of_another_shape, one_key_for_all, one_query_for_all, rounded_scores,
         one_for_all_samples, padded_by_the_model, long,
     )}[name]  # fmt: skip
@@ -266,7 +271,7 @@ def unmatched(name: str) -> Attend:
 
 UNMATCHED = [
     "weights_are_read", "scores_are_read", "along_queries", "scaled_behind_a_mask",
-    "normalized_twice", "silu_of_another", "softmax_times_two", "mask_is_added",
+    "normalized_twice", "silu_of_another", "softmax_times_two", "twice_silu", "mask_is_added",
     "number_is_added", "less_a_number", "scores_of_another_shape", "one_query_for_all",
     "rounded_scores", "one_for_all_samples", "padded_by_the_model", "long",
 ]  # fmt: skip
