@@ -37,6 +37,40 @@ ADDS, EXCLUDES = tl.constexpr(1), tl.constexpr(2)
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
+@triton.jit
+def _scores(
+    left: tl.tensor,
+    right: tl.tensor,
+    bias: tl.tensor,
+    bias_row: tl.tensor,
+    bias_column: tl.tensor,
+    row: tl.tensor,
+    column: tl.tensor,
+    has_row: tl.tensor,
+    keys: tl.tensor,
+    SCALE: tl.constexpr,
+    BIAS: tl.constexpr,
+    EACH: tl.constexpr,
+    CAUSAL: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Scores of queries and keys, of powers of two, and which are read."""
+    score = tl.dot(left, right.T) * (SCALE * LOG2_E)
+    is_read = (column < keys)[None, :]
+    if BIAS:
+        at = bias + column[None, :] * bias_column
+        if EACH:
+            found = tl.load(at + row[:, None] * bias_row, has_row & is_read, other=0.0)
+        else:
+            found = tl.load(at, is_read, other=0.0)
+        if BIAS == ADDS:
+            score += found.to(tl.float32) * LOG2_E
+        else:
+            is_read = is_read & (found == 0)
+    if CAUSAL:
+        is_read = is_read & (column[None, :] <= row[:, None])
+    return score, is_read
+
+
 @triton.jit(do_not_specialize=["queries", "keys"])
 def short_attention_kernel(
     q: tl.tensor,
@@ -93,20 +127,10 @@ def short_attention_kernel(
         has_column & has_inner,
         other=0.0,
     )
-    score = tl.dot(left, right.T) * (SCALE * LOG2_E)  # of powers of two
-    is_read = (column < keys)[None, :]
-    if BIAS:
-        at = bias + sample * bias_sample + head * bias_head + column[None, :] * bias_column
-        if EACH:
-            found = tl.load(at + row[:, None] * bias_row, has_row & is_read, other=0.0)
-        else:
-            found = tl.load(at, is_read, other=0.0)
-        if BIAS == ADDS:
-            score += found.to(tl.float32) * LOG2_E
-        else:
-            is_read = is_read & (found == 0)
-    if CAUSAL:
-        is_read = is_read & (column[None, :] <= row[:, None])
+    score, is_read = _scores(
+        left, right, bias + sample * bias_sample + head * bias_head, bias_row, bias_column,
+        row, column, has_row, keys, SCALE, BIAS, EACH, CAUSAL,
+    )  # fmt: skip
     if SILU != 0.0:
         p = tl.where(is_read, score * (SILU / LOG2_E) / (1.0 + tl.exp2(-score)), 0.0)
         read = tl.dot(p.to(values.dtype), values)
@@ -193,20 +217,10 @@ def short_attention_gradients_kernel(
             has_row & has_inner,
             other=0.0,
         )
-        score = tl.dot(left, right.T) * (SCALE * LOG2_E)  # of powers of two
-        is_read = (column < keys)[None, :]
-        if BIAS:
-            at = bias + sample * bias_sample + head * bias_head + column[None, :] * bias_column
-            if EACH:
-                found = tl.load(at + row[:, None] * bias_row, has_row & is_read, other=0.0)
-            else:
-                found = tl.load(at, is_read, other=0.0)
-            if BIAS == ADDS:
-                score += found.to(tl.float32) * LOG2_E
-            else:
-                is_read = is_read & (found == 0)
-        if CAUSAL:
-            is_read = is_read & (column[None, :] <= row[:, None])
+        score, is_read = _scores(
+            left, right, bias + sample * bias_sample + head * bias_head, bias_row, bias_column,
+            row, column, has_row, keys, SCALE, BIAS, EACH, CAUSAL,
+        )  # fmt: skip
         of_weights = tl.dot(given, values.T)
         if SILU != 0.0:
             sigmoid = 1.0 / (1.0 + tl.exp2(-score))
@@ -298,8 +312,8 @@ def short_attention(
     return out
 
 
-# Queries and warps of gradients by keys and columns of a tile, the fastest of up to 16 on an H200.
-# What holds 2048 and more scores and sums a warp spills, and wgmma takes 64 queries and 4 warps.
+# Queries and warps of gradients by keys and columns of a tile, the fastest of four to nine on an
+# H200. What holds 2048 and more scores and sums a warp spills; wgmma takes 64 queries and 4 warps.
 GRADIENT_TILES = {
     (128, 64): (32, 4), (128, 32): (64, 4), (128, 16): (32, 2), (64, 64): (64, 4),
     (64, 32): (16, 1), (64, 16): (32, 1),
@@ -308,9 +322,9 @@ GRADIENT_TILES = {
 
 def gradient_tile_of(queries: int, keys: int, d: int) -> tuple[int, int, int, int]:
     """Queries, keys and columns of a tile, and warps."""
-    rows, *tile, _ = tile_of(queries, keys, d)
-    most, warps = GRADIENT_TILES.get((tile[0], tile[1]), (16, max(1, tile[0] * tile[1] // 1024)))
-    return min(rows, most), *tile, warps  # type: ignore[return-value]
+    rows, columns, inner, _ = tile_of(queries, keys, d)
+    most, warps = GRADIENT_TILES.get((columns, inner), (16, max(1, columns * inner // 1024)))
+    return min(rows, most), columns, inner, warps
 
 
 def short_attention_gradients(

@@ -49,11 +49,11 @@ def add_in_products(graph: fx.Graph) -> None:
         of = value(node)
         if of is None or node.kwargs or of.dim() != 3 or bytes_of(of) < LEAST_BYTES:
             continue
-        products = [_product_of(x, of) for x in node.args]
-        if None in products or products[0] is products[1]:
+        found = [_product_of(x, of) for x in node.args]
+        products = sorted((x for x in found if x is not None), key=_is_shared)
+        if len(products) < 2 or products[0] is products[1]:
             continue
-        products.sort(key=_is_shared)
-        (a, b), (w, x) = (product.args for product in products)  # type: ignore[union-attr]
+        (a, b), (w, x) = (product.args for product in products)
         if not _takes(a, b, w, x):
             continue
         with graph.inserting_before(node):
@@ -83,9 +83,9 @@ def _product_of(node: Any, of: Tensor) -> fx.Node | None:
     return None
 
 
-def _is_shared(product: fx.Node | None) -> bool:
+def _is_shared(product: fx.Node) -> bool:
     """Whether the left operand is one for all samples."""
-    left = value(product.args[0]) if product is not None else None
+    left = value(product.args[0])
     return left is not None and left.stride(0) == 0 and left.shape[0] > 1
 
 

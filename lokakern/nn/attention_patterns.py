@@ -434,7 +434,7 @@ class _Walk:
                 walk = _Walk()
                 walk.inner = set(self.inner)
                 if walk.is_gradient_of_score(ds, of_p, weights, terms):
-                    walk.inner |= {of_p, of_v.args[0], last[0]}  # type: ignore[arg-type]
+                    walk.inner |= {of_p, of_v.all_input_nodes[0], last[0]}
                     self.inner = walk.inner
                     return Gradients(dy, of_q, of_kt, of_v, is_turned=True)
         return None
@@ -465,26 +465,27 @@ class _Walk:
 
     def is_gradient_of_softmax(self, x: fx.Node, dp: fx.Node, p: fx.Node) -> bool:
         """``p * dp - p * sum(p * dp)``, the product of the last two by fma."""
+        given: Any = x.args
         if x.target is prims.fma.default:
-            minus, total, both = x.args
+            minus, total, both = given
             if not _is_call(minus, aten.neg.default, None):
                 return False
-            self.inner.add(minus)  # type: ignore[arg-type]
-            again = minus.args[0]  # type: ignore[union-attr]
+            self.inner.add(minus)
+            again = minus.args[0]
         elif x.target is aten.sub.Tensor and not x.kwargs:
-            both, times = x.args
+            both, times = given
             if not _is_call(times, aten.mul.Tensor, None, None):
                 return False
-            self.inner.add(times)  # type: ignore[arg-type]
-            again, total = times.args  # type: ignore[union-attr]
+            self.inner.add(times)
+            again, total = times.args
         else:
             return False
-        if not _is_call(total, aten.sum.dim_IntList, both, [-1], True) or total.kwargs:  # type: ignore[union-attr]
+        if not _is_call(total, aten.sum.dim_IntList, both, [-1], True) or total.kwargs:
             return False
         if not _is_call(both, aten.mul.Tensor, None, None):
             return False
-        self.inner.update((x, total, both))  # type: ignore[arg-type]
-        one, other = both.args  # type: ignore[union-attr]
+        self.inner.update((x, total, both))
+        one, other = both.args
         sources = self.source(one, _ALL), self.source(other, _ALL)
         return sources in ((dp, p), (p, dp)) and self.source(again, _ALL) is p
 
@@ -492,19 +493,21 @@ class _Walk:
         """``dp * sigmoid(s) * (s * (1 - sigmoid(s)) + 1)``."""
         if not _is_call(x, aten.mul.Tensor, None, None):
             return False
+        left: Any
+        right: Any
         left, right = x.args
         if not _is_call(left, aten.mul.Tensor, None, None):
             return False
-        if not _is_call(right, aten.add.Tensor, None, 1) or right.kwargs:  # type: ignore[union-attr]
+        if not _is_call(right, aten.add.Tensor, None, 1) or right.kwargs:
             return False
-        given, sigmoid = left.args  # type: ignore[union-attr]
-        rest = right.args[0]  # type: ignore[union-attr]
+        given, sigmoid = left.args
+        rest = right.args[0]
         if not _is_call(rest, aten.mul.Tensor, None, None):
             return False
-        s, one_less = rest.args  # type: ignore[union-attr]
-        if not _is_call(one_less, aten.sub.Tensor, 1, sigmoid) or one_less.kwargs:  # type: ignore[union-attr]
+        s, one_less = rest.args
+        if not _is_call(one_less, aten.sub.Tensor, 1, sigmoid) or one_less.kwargs:
             return False
-        self.inner.update((x, left, right, rest, one_less))  # type: ignore[arg-type]
+        self.inner.update((x, left, right, rest, one_less))
         if not self.is_sigmoid_of(sigmoid, s):
             return False
         if self.source(s, _ALL) is not self.source(weights.score, _ALL):

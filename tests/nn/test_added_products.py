@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lokakern.nn import added_products, graph_passes
+from tests.support.interpreted import run_interpreted
 from tests.support.routed_layers import ROUTE, layer_of
 from tests.support.traced_graphs import graphs_of
 
-ROOT = Path(__file__).parents[2]
 BATCH, TOKENS, D, RANK, COUNT = 5, 40, 40, 6, 12
 Read = Callable[["Model", Tensor], Tensor]
 
@@ -148,13 +144,7 @@ if __name__ == "__main__":
 
 
 def test_the_kernel_is_right_in_the_interpreter() -> None:
-    pytest.importorskip("triton", reason="needs Triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.nn.test_added_products"],
-        env=environment, capture_output=True, text=True, timeout=600, cwd=ROOT, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    run_interpreted("tests.nn.test_added_products")
 
 
 @pytest.mark.gpu

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,10 +15,10 @@ from torch.nn import functional
 
 from lokakern.nn import graph_passes, short_attention
 from lokakern.nn.graph_edit import add
+from tests.support.interpreted import run_interpreted
 from tests.support.routed_layers import ROUTE, layer_of
 from tests.support.traced_graphs import graphs_of, passed
 
-ROOT = Path(__file__).parents[2]
 BATCH, TOKENS, HEADS, D = 6, 39, 2, 16
 aten = torch.ops.aten
 OP = torch.ops.lokakern.short_attention.default
@@ -783,13 +779,7 @@ if __name__ == "__main__":
 
 
 def test_the_kernel_is_right_in_the_interpreter() -> None:
-    pytest.importorskip("triton", reason="needs Triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.nn.test_short_attention"],
-        env=environment, capture_output=True, text=True, timeout=600, cwd=ROOT, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    run_interpreted("tests.nn.test_short_attention")
 
 
 @pytest.mark.gpu
