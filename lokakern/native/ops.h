@@ -8,7 +8,8 @@
 namespace lokakern {
 
 // Ops that have plans; `recorded_op` in Python registers NAME_cold for each.
-inline constexpr const char* kOps[] = {"gemm", "routed_gemm", "weight_gradient", "quantize_weight",
+inline constexpr const char* kOps[] = {"gemm", "routed_gemm", "weight_gradient",
+                                       "wide_weight_gradient", "quantize_weight",
                                        "quantize_activated", "activated_gemm", "norm_gradient",
                                        "bias_gradient", "routed_chain",
                                        "gemm_norm", "gemm_norm_scaled", "norm_quantize",
@@ -24,6 +25,7 @@ inline constexpr const char* kSchemas[] = {
     "routed_gemm(Tensor? a, Tensor? b, Tensor? data, Tensor? scale, Tensor? bias, str route, "
     "Tensor? left=None, Tensor? left_scales=None, str left_scale=\"\", bool apart=False) -> Tensor",
     "weight_gradient(Tensor grad, Tensor x, str route) -> Tensor",
+    "wide_weight_gradient(Tensor grad, Tensor x, str route) -> Tensor",
     "quantize_weight(Tensor weight, str scales) -> (Tensor, Tensor)",
     "quantize_activated(Tensor x, str activation, str name) -> (Tensor, Tensor)",
     "activated_gemm(Tensor x, str activation, str name, Tensor data, Tensor scale, Tensor? bias, "

@@ -24,6 +24,7 @@ from lokakern.nn.flat_sums import IS_NEEDED, sum_to_vectors
 from lokakern.nn.normalized_blocks import keep_blocks
 from lokakern.nn.short_attention import attend_at_once, attend_in_training
 from lokakern.nn.summed_norm import norm_sums
+from lokakern.nn.wide_gradients import write_in_float32
 
 try:
     from torch._inductor import config, custom_graph_pass
@@ -37,15 +38,17 @@ PASSES: tuple[Callable[[fx.Graph], None], ...] = (
 EXACT_PASSES: tuple[Callable[[fx.Graph], None], ...] = (
     keep_blocks, *([sum_to_vectors] if IS_NEEDED else []),
 )  # fmt: skip
-JOINT_PASSES: tuple[Callable[[fx.Graph], None], ...] = (attend_in_training, add_in_products)
+JOINT_PASSES: tuple[Callable[[fx.Graph], None], ...] = (
+    attend_in_training, add_in_products, write_in_float32,
+)  # fmt: skip
 OPS = (
-    "routed_gemm", "activated_gemm", "routed_chain", "weight_gradient", "norm_gradient",
-    "bias_gradient", "logit",
+    "routed_gemm", "activated_gemm", "routed_chain", "weight_gradient",
+    "wide_weight_gradient", "norm_gradient", "bias_gradient", "logit",
 )  # fmt: skip
 _FILES = (
     "graph_passes.py", "concatenated_tokens.py", "summed_norm.py", "normalized_blocks.py",
     "short_attention.py", "attention_patterns.py", "added_products.py", "flat_sums.py",
-    "graph_edit.py", "inductor.py", "logit.py",
+    "wide_gradients.py", "graph_edit.py", "inductor.py", "logit.py",
 )  # fmt: skip
 # A pass of this class is told whether a graph is of inference; earlier torch has none.
 _TOLD: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", None)

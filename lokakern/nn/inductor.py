@@ -101,7 +101,7 @@ def fuse_quantizers() -> None:
 
     ops = torch.ops.lokakern
     register_lowering(ops.routed_gemm.default, type_promotion_kind=None)(lowered)
-    for name in ("activated_gemm", "weight_gradient", "routed_chain"):
+    for name in ("activated_gemm", "weight_gradient", "wide_weight_gradient", "routed_chain"):
         op = getattr(ops, name).default
         register_lowering(op, type_promotion_kind=None)(called(name))
     call_gradient, call_sums = called("norm_gradient"), called("bias_gradient")
@@ -241,6 +241,12 @@ def activated_gemm(*given: Any) -> Tensor:
 def weight_gradient(*given: Any) -> Tensor:
     """``torch.ops.lokakern.weight_gradient``."""
     return _called("lokakern::weight_gradient", torch.ops.lokakern.weight_gradient.default, given)
+
+
+def wide_weight_gradient(*given: Any) -> Tensor:
+    """``torch.ops.lokakern.wide_weight_gradient``."""
+    op = torch.ops.lokakern.wide_weight_gradient.default
+    return _called("lokakern::wide_weight_gradient", op, given)
 
 
 def norm_gradient(*given: Any) -> tuple[Tensor, Tensor]:
