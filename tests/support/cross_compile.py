@@ -294,12 +294,13 @@ def added_cases() -> list[Case]:
     k = added_products
     found = []
     for dtype, count, r in (("bf16", 24, 120), ("bf16", 48, 192), ("fp16", 24, 120)):
-        tile, warps = k.tile_of(count, r)
+        tile = k.tile_of(count, r)
         strides = 720 * count, count, 160 * count, 160, 1, 720, 160 * r, 160
         found.append(
             Case(
                 f"added_products {dtype} {count} {r}", k.added_products_kernel,
-                (f"*{dtype}",) * 5, (720, 160, count, r, *strides), 0, tile, warps, k.STAGES,
+                (f"*{dtype}",) * 5, (720, 160, count, r, 8192, 22, *strides), 0, tile[:-1],
+                tile.warps, k.STAGES,
                 is_registered=False,
             )
         )  # fmt: skip
