@@ -21,6 +21,7 @@ from torch import fx
 from lokakern.nn.added_products import add_in_products
 from lokakern.nn.concatenated_tokens import multiply_parts, write_terms
 from lokakern.nn.flat_sums import IS_NEEDED, sum_to_vectors
+from lokakern.nn.late_taps import tap_at_the_end
 from lokakern.nn.normalized_blocks import keep_blocks
 from lokakern.nn.short_attention import attend_at_once, attend_in_training
 from lokakern.nn.summed_norm import norm_sums
@@ -36,7 +37,7 @@ PASSES: tuple[Callable[[fx.Graph], None], ...] = (
     multiply_parts, norm_sums, write_terms, attend_at_once,
 )  # fmt: skip
 EXACT_PASSES: tuple[Callable[[fx.Graph], None], ...] = (
-    keep_blocks, *([sum_to_vectors] if IS_NEEDED else []),
+    keep_blocks, *([sum_to_vectors] if IS_NEEDED else []), tap_at_the_end,
 )  # fmt: skip
 JOINT_PASSES: tuple[Callable[[fx.Graph], None], ...] = (
     attend_in_training, add_in_products, write_in_float32,
@@ -48,7 +49,7 @@ OPS = (
 _FILES = (
     "graph_passes.py", "concatenated_tokens.py", "summed_norm.py", "normalized_blocks.py",
     "short_attention.py", "attention_patterns.py", "added_products.py", "flat_sums.py",
-    "wide_gradients.py", "graph_edit.py", "inductor.py", "logit.py",
+    "wide_gradients.py", "late_taps.py", "graph_edit.py", "inductor.py", "logit.py",
 )  # fmt: skip
 # A pass of this class is told whether a graph is of inference; earlier torch has none.
 _TOLD: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", None)

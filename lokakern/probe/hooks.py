@@ -445,17 +445,42 @@ def _tap(
     A compiler may order the gradients of calls as it likes: the number tells them apart. It is on
     the CPU, where reading it waits for nothing.
     """
+    return y.clone(), _tapped(y, x, weight, site, has_gradient)
+
+
+def _tapped(y: Tensor, x: Tensor, weight: Tensor | None, site: int, has_gradient: bool) -> Tensor:
     recorder, call = _RECORDERS.get(site), NO_CALL
     if recorder is not None and recorder.sampler.on:
         call = recorder.forward_in_graph(x, weight, y, has_gradient)
-    return y.clone(), torch.tensor(call)
+    return torch.tensor(call)
+
+
+def _taps(
+    ys: list[Tensor], xs: list[Tensor], weights: list[Tensor | None], sites: list[int],
+    have_gradients: list[bool],
+) -> list[Tensor]:  # fmt: skip
+    """Several `_tap` behind all else in a graph, without copies: the numbers of the calls."""
+    return [_tapped(*given) for given in zip(ys, xs, weights, sites, have_gradients, strict=True)]
 
 
 def _tap_gradient(gradient: Tensor, call: Tensor, site: int) -> Tensor:
+    _gradient_tapped(gradient, call, site)
+    return gradient.clone()
+
+
+def _gradient_tapped(gradient: Tensor, call: Tensor, site: int) -> None:
     recorder = _RECORDERS.get(site)
     if recorder is not None:
         recorder.backward_in_graph(gradient, int(call))
-    return gradient.clone()
+
+
+def _tap_gradients(
+    result: Tensor, gradients: list[Tensor], calls: list[Tensor], sites: list[int]
+) -> Tensor:
+    """Several `_tap_gradient` behind all else in a graph, of which a copy of a result is left."""
+    for gradient, call, site in zip(gradients, calls, sites, strict=True):
+        _gradient_tapped(gradient, call, site)
+    return result.clone()
 
 
 # Not `torch.library.custom_op`, whose layers for autograd took half of the host's time of a tap.
@@ -467,6 +492,12 @@ for _schema, _function, _fake in (
      _tap, lambda y, *_: (torch.empty_like(y), torch.empty((), dtype=torch.int64))),
     ("probe_tap_gradient(Tensor gradient, Tensor call, int site) -> Tensor",
      _tap_gradient, lambda gradient, *_: torch.empty_like(gradient)),
+    ("probe_taps(Tensor[] ys, Tensor[] xs, Tensor?[] weights, int[] sites, bool[] have_gradients) "
+     "-> Tensor[]",
+     _taps, lambda ys, *_: [torch.empty((), dtype=torch.int64) for _ in ys]),
+    ("probe_tap_gradients(Tensor result, Tensor[] gradients, Tensor[] calls, int[] sites) -> "
+     "Tensor",
+     _tap_gradients, lambda result, *_: torch.empty_like(result)),
 ):  # fmt: skip
     _name = _LIBRARY.define(_schema, tags=_tags)
     _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")

@@ -1,0 +1,111 @@
+"""Taps of a sampled step at the end of a compiled graph, where CUDA graphs hold the rest.
+
+Probe and a watch take samples of a product's operands by ops that run in Python, which no CUDA
+graph holds. Between products they cut the graph into parts, 19 for the nine layers of DLRM-DCNv2,
+each replayed by itself. One op at the end reads the same tensors, and nothing is cut.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from lokakern.nn.graph_edit import add, bytes_of, replace, value
+
+try:
+    from torch._inductor import config
+except ImportError:
+    config = None  # type: ignore[assignment]
+
+OPS = torch.ops.lokakern
+aten = torch.ops.aten
+# Of outputs of sites, and of their gradients, that a graph keeps to its end. Inputs are kept for
+# gradients of weights anyway.
+MOST_BYTES = 2**31
+
+
+def tap_at_the_end(graph: fx.Graph) -> None:
+    """Let one op take all samples of a graph behind everything else.
+
+    Results and samples stay the same. A copy that the graph returns stays a tap's own.
+    """
+    if config is not None and config.triton.cudagraphs and hasattr(OPS, "probe_tap"):
+        kept = _tap_operands(graph)
+        _tap_gradients(graph, kept)
+
+
+def _tap_operands(graph: fx.Graph) -> int:
+    """Move taps of the forward pass; returns the bytes that are kept."""
+    moved, calls, kept = [], [], 0
+    for tap in graph.find_nodes(op="call_function", target=OPS.probe_tap.default):
+        results = {user.args[1]: user for user in tap.users if user.target is operator.getitem}
+        kept += _bytes_of(tap.args[0])
+        if len(results) == len(tap.users) == 2 and _is_inner(results[0]) and kept < MOST_BYTES:
+            results[0].replace_all_uses_with(tap.args[0])
+            graph.erase_node(results[0])
+            moved.append(tap)
+            calls.append(results[1])
+    if not moved:
+        return kept
+    with graph.inserting_before(_end_of(graph)):
+        together = add(graph, OPS.probe_taps.default, *_columns(moved))
+        numbers = [add(graph, operator.getitem, together, place) for place in range(len(moved))]
+    for tap, call, number in zip(moved, calls, numbers, strict=True):
+        replace(call, number)
+        graph.erase_node(tap)
+    return kept
+
+
+def _tap_gradients(graph: fx.Graph, kept: int) -> None:
+    """Move taps of the backward pass, of which one result of the graph becomes a result."""
+    moved = []
+    for tap in graph.find_nodes(op="call_function", target=OPS.probe_tap_gradient.default):
+        kept += _bytes_of(tap.args[0])
+        if _is_inner(tap) and kept < MOST_BYTES:
+            moved.append(tap)
+    output = graph.output_node()
+    result = _smallest(output.all_input_nodes)
+    if not moved or result is None:
+        return
+    for tap in moved:
+        tap.replace_all_uses_with(tap.args[0])
+    with graph.inserting_before(output):
+        last = add(graph, OPS.probe_tap_gradients.default, result, *_columns(moved))
+    output.replace_input_with(result, last)
+    for tap in moved:
+        graph.erase_node(tap)
+
+
+def _columns(taps: list[fx.Node]) -> Iterator[list[Any]]:
+    """The arguments of several taps, by place."""
+    return (list(x) for x in zip(*(tap.args for tap in taps), strict=True))
+
+
+def _end_of(graph: fx.Graph) -> fx.Node:
+    """The first node that writes to inputs of the graph, or else the output."""
+    writes = graph.find_nodes(op="call_function", target=aten.copy_.default)
+    return writes[0] if writes else graph.output_node()
+
+
+def _is_inner(copy: fx.Node) -> bool:
+    """Whether the graph does not return the copy, which has memory of its own."""
+    return all(user.op != "output" for user in copy.users)
+
+
+def _bytes_of(x: Any) -> int:
+    found = value(x)
+    return MOST_BYTES if found is None else bytes_of(found)
+
+
+def _smallest(results: list[fx.Node]) -> fx.Node | None:
+    """A result that is copied at the cost of a launch: the one with the fewest bytes."""
+    found = [(bytes_of(x), node) for node in results if (x := _computed(node)) is not None]
+    return min(found, key=lambda one: one[0])[1] if found else None
+
+
+def _computed(node: fx.Node) -> torch.Tensor | None:
+    return None if node.op == "placeholder" else value(node)
