@@ -1,14 +1,15 @@
 """Measure what `Conversion.watch` costs a training, and that it swaps without compiling.
 
-    python scripts/measure_watch.py [graph] [compiled] [--rounds N] [--size tiny] [--out FILE]
+    python scripts/measure_watch.py [graph] [compiled] [--model wukong] [--rounds N] [--out FILE]
 
 The dense part of MLPerf's DLRM-DCNv2, bfloat16, fused AdamW: "graph" at 8192 samples in CUDA graphs
-of torch.compile, "compiled" at 2048 without graphs. Blocks of steps with and without a watch, each
+of torch.compile, "compiled" at 2048 without graphs. Or that of Wukong S, in float32 under autocast,
+with the gradients of its embeddings. Blocks of steps with and without a watch, each
 with one sampled step, run in turn; the overhead is the median of their ratios. What it consists of
 is measured apart: the sampled step and others by themselves, the thread's time for each window, and
-how many products it replayed. Then one feature grows until FP8 is unsafe. Prints some lines for
-each case, and writes all figures to FILE. About a minute on an H200; ``--size tiny --every 10
---kernels row`` tries it on a CPU.
+how many products it replayed. Then one feature of DLRM-DCNv2 grows until FP8 is unsafe. Prints some
+lines for each case, and writes all figures to FILE. About a minute on an H200; ``--size tiny
+--every 10 --kernels row`` tries it on a CPU.
 """
 
 from __future__ import annotations
@@ -17,13 +18,18 @@ import argparse
 import json
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import lokakern
+from lokakern.bench.models.arms import apply_mods
+from lokakern.bench.models.blocks import ClickModel
+from lokakern.bench.models.catalog import CATALOG, config_named
+from lokakern.bench.models.click_log import ClickLog
 from lokakern.bench.models.dlrm import SIZES
 from lokakern.bench.models.throughput import sent
 from lokakern.bench.models.zoo.architecture import Feature
@@ -47,16 +53,11 @@ COUNTERS = torch._dynamo.utils.counters["stats"]
 class Training:
     """A converted model with its optimizer and a batch; it is compiled at the first step."""
 
-    def __init__(self, case: str, size: str, kernels: str | None) -> None:
+    def __init__(self, case: str, model: str, size: str, kernels: str | None) -> None:
         regime, mode, samples = CASES[case]
-        config = SIZES[size]
         torch.manual_seed(0)
-        self.model = dlrm_dcnv2(size).to(DEVICE, torch.bfloat16)
-        self.ignored = config.dim  # the column of the first embedding's first element
-        with torch.no_grad():  # products do not read it, as of a feature that tells nothing
-            for name, module in self.model.named_modules():
-                if isinstance(module, nn.Linear) and name.endswith((".down", "head.0")):
-                    module.weight[:, self.ignored] = 0.0
+        build = self._dlrm if model == "dlrm" else self._wukong
+        build(size, 64 if size == "tiny" else samples)
         self.handle: Conversion = (
             lokakern.convert(self.model, kernels=kernels, regime=regime)
             if kernels
@@ -64,14 +65,35 @@ class Training:
         )
         # At a rate of 0 the drift is found in the model that was timed.
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0, fused=True)
-        columns = config.inputs.dense, len(config.inputs.rows) * config.dim
-        self.inputs = [
-            Feature(k, kind).draw(64 if size == "tiny" else samples, 0).to(DEVICE)
-            for k, kind in zip(columns, ("X7", "X5"), strict=True)
-        ]
         self.inputs[1].requires_grad_()
         self.labels = (torch.rand(len(self.inputs[0]), 1, device=DEVICE) < 0.03).bfloat16()
         self.compiled: Any = torch.compile(self.model, fullgraph=True, dynamic=False, mode=mode)
+
+    def _dlrm(self, size: str, samples: int) -> None:
+        config = SIZES[size]
+        self.model: nn.Module = dlrm_dcnv2(size).to(DEVICE, torch.bfloat16)
+        self.ignored = config.dim  # the column of the first embedding's first element
+        with torch.no_grad():  # products do not read it, as of a feature that tells nothing
+            for name, module in self.model.named_modules():
+                if isinstance(module, nn.Linear) and name.endswith((".down", "head.0")):
+                    module.weight[:, self.ignored] = 0.0
+        columns = config.inputs.dense, len(config.inputs.rows) * config.dim
+        self.inputs = [
+            Feature(k, kind).draw(samples, 0).to(DEVICE)
+            for k, kind in zip(columns, ("X7", "X5"), strict=True)
+        ]
+
+    def _wukong(self, size: str, samples: int) -> None:
+        config = config_named("wukong", "tiny" if size == "tiny" else "S")
+        tables = tuple(min(rows, 64) for rows in config.inputs.rows)  # they are no part of a step
+        config = replace(config, inputs=replace(config.inputs, rows=tables))
+        model = CATALOG["wukong"].build(config)
+        apply_mods(model)
+        model.to(DEVICE)
+        self.model = DensePart(model)
+        batch = ClickLog(config.inputs, 0, torch.device(DEVICE)).batch(0, samples)
+        with torch.no_grad():
+            self.inputs = [batch.dense, *(x.bfloat16() for x in model.embed(batch))]
 
     def step(self) -> None:
         logits = self.compiled(*map(sent, self.inputs))
@@ -93,6 +115,18 @@ class Training:
         end.record()
         end.synchronize()
         return start.elapsed_time(end) / count
+
+
+class DensePart(nn.Module):
+    """A click model behind its embeddings, as it trains: in float32, under autocast."""
+
+    def __init__(self, model: ClickModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *given: Tensor) -> Tensor:
+        with torch.autocast(DEVICE, torch.bfloat16):
+            return self.model.interact(*given)[:, None]
 
 
 class Thread:
@@ -121,12 +155,13 @@ class Thread:
         drift_judge.replay = self._replay
 
 
-def measure(case: str, size: str, every: int, rounds: int, kernels: str | None) -> dict[str, Any]:
+def measure(case: str, asked: argparse.Namespace) -> dict[str, Any]:
+    every, rounds, size = asked.every, asked.rounds, asked.size
     torch._dynamo.reset()
-    watched = Training(case, size, kernels)
+    watched = Training(case, asked.model, size, asked.kernels)
     with watched.handle.watch(budget=BUDGET, every=2) as watch:
         thread = Thread(watch)
-        alone = Training(case, size, kernels)
+        alone = Training(case, asked.model, size, asked.kernels)
         for _ in range(2):  # the first judgements may turn products off: compiled again in graphs
             for training in (watched, alone):
                 for _ in range(8):  # compiled, and captured, sampled and not
@@ -159,10 +194,11 @@ def measure(case: str, size: str, every: int, rounds: int, kernels: str | None) 
         windows = thread.windows.copy()
         recompiled = COUNTERS["unique_graphs"] - graphs
         known = list(watch.events)
-        told, swapped, compiled = found_after(watched, watch)
+        found = found_after(watched, watch) if asked.model == "dlrm" else (None, None, 0)
+        told, swapped, compiled = found
         thread.end()
     return {
-        "case": case, "samples": len(watched.inputs[0]), "every": every,
+        "model": asked.model, "case": case, "samples": len(watched.inputs[0]), "every": every,
         "overhead": statistics.median(ratios) - 1.0, "overheads": [x - 1.0 for x in ratios],
         "step_ms": statistics.median(plain_ms), "thread_beyond_block_ms": beyond_ms[1:],
         **apart, "first_windows": first, "windows": windows,
@@ -257,8 +293,12 @@ def lines_of(row: dict[str, Any]) -> list[str]:
         return f"cpu {[round(x, 1) for x in cpu]} ms, products {products}"
 
     late = "" if (row["swapped_after"] or MOST_STEPS) <= BAR else f" (more than {BAR})"
+    drift = (
+        f"  drift told after {row['told_after']} steps, swapped after {row['swapped_after']}{late},"
+        f" {row['compiled_by_swap']} compiled for it, in bf16: {', '.join(row['in_bf16'])}"
+    )
     return [
-        f"{row['case']} at {row['samples']}: overhead {row['overhead']:+.2%} of "
+        f"{row['model']}, {row['case']} at {row['samples']}: overhead {row['overhead']:+.2%} of "
         f"{row['step_ms']:.3f} ms, {[round(x, 3) for x in row['overheads']]}; {row['layers']} "
         f"layers, {row['recompiled']} compiled, {row['alarms']} alarms; {row['took_s']} s",
         f"  host of a step {row['other_host_ms']:.3f} ms, sampled {row['sampled_host_ms']:.3f}, "
@@ -266,14 +306,14 @@ def lines_of(row: dict[str, Any]) -> list[str]:
         f"{row['other_ms']:.3f}, {row['sampled_ms']:.3f} and {row['sampled_alone_ms']:.3f}",
         f"  thread: first {thread('first_windows')}; in rounds {thread('windows')}; of the drift "
         f"{thread('drift_windows')}",
-        f"  drift told after {row['told_after']} steps, swapped after {row['swapped_after']}{late},"
-        f" {row['compiled_by_swap']} compiled for it, in bf16: {', '.join(row['in_bf16'])}",
+        *([drift] if row["model"] == "dlrm" else []),
     ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("cases", nargs="*", help=f"{', '.join(CASES)}; all of them if none")
+    parser.add_argument("--model", choices=("dlrm", "wukong"), default="dlrm")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--every", type=int, default=100, help="steps between samples")
     parser.add_argument("--size", choices=list(SIZES), default="mlperf")
@@ -285,7 +325,7 @@ def main() -> None:
     rows = []
     for case in asked.cases or CASES:
         begun = time.perf_counter()
-        row = measure(case, asked.size, asked.every, asked.rounds, asked.kernels)
+        row = measure(case, asked)
         row |= {
             "device": torch.cuda.get_device_name() if DEVICE == "cuda" else DEVICE,
             "torch": torch.__version__, "took_s": round(time.perf_counter() - begun, 1),

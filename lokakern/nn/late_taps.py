@@ -92,8 +92,15 @@ def _end_of(graph: fx.Graph) -> fx.Node:
 
 
 def _is_inner(copy: fx.Node) -> bool:
-    """Whether the graph does not return the copy, which has memory of its own."""
-    return all(user.op != "output" for user in copy.users)
+    """Whether the caller does not get the copy, which has memory of its own.
+
+    What the forward pass keeps for the backward pass, the caller does not get.
+    """
+    output = copy.graph.output_node()
+    results: Any = output.args[0]
+    # Inductor names them; without names it may be any result.
+    places = output.meta.get("user_visible_output_idxs", range(len(results)))
+    return all(results[place] is not copy for place in places)
 
 
 def _bytes_of(x: Any) -> int:

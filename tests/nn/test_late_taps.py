@@ -28,11 +28,16 @@ class Model(nn.Module):
         self.first, self.twice, self.last = (layer_of(n=64, k=64).to(device) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.twice(self.first(x).relu()).relu()
+        x = self.twice(self.first(x).square()).relu()  # whose gradient reads the first output
         return self.last(self.twice(x).relu())
 
 
 def change(graph: fx.Graph) -> None:
+    # As Inductor does; the first graph that it compiles is the forward pass.
+    results = len(graph.output_node().args[0])
+    is_forward = "tangents" not in str([node.target for node in graph.nodes])
+    places = [0] if is_forward else range(results)
+    graph.output_node().meta["user_visible_output_idxs"] = [*places]
     graph_passes.Passes(None)(graph, is_inference=False)
 
 
