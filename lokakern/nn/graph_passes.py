@@ -27,9 +27,10 @@ from lokakern.nn.summed_norm import norm_sums
 
 try:
     from torch._inductor import config, custom_graph_pass
+    from torch._inductor.utils import get_donated_idxs
     from torch._inductor.virtualized import V
 except ImportError:
-    config = custom_graph_pass = V = None  # type: ignore[assignment]
+    config = custom_graph_pass = get_donated_idxs = V = None  # type: ignore[assignment]
 
 PASSES: tuple[Callable[[fx.Graph], None], ...] = (
     multiply_parts, norm_sums, write_terms, attend_at_once,
@@ -81,7 +82,7 @@ class Passes(_BASE):  # type: ignore[misc]
         run_passes(graph, is_exact=not (is_inference and for_python))
 
     def uuid(self) -> Any:
-        """Of the sources, and of the user's passes; None, which caches nothing, without one."""
+        """Of the sources, what Inductor omits, and the user's passes; None caches nothing."""
         return _uuid(self.before)
 
 
@@ -114,14 +115,24 @@ def _uuid(before: tuple[Any, ...]) -> Any:
     files = tuple(str(Path(__file__).with_name(name)) for name in _FILES)
     if None in theirs:
         return None
-    return custom_graph_pass.get_hash_for_files(files), *theirs
+    # The code of a backward pass that may be called once overwrites these saved tensors. Inductor's
+    # key omits them, and gave that code to `retain_graph=True`: wrong gradients the second time.
+    donated = tuple(get_donated_idxs() or ())
+    return custom_graph_pass.get_hash_for_files(files), *theirs, donated
 
 
 def install_passes() -> None:
-    """Let Inductor run the passes, from the next graph on that this thread compiles."""
+    """Let Inductor run the passes, from the next graph on that it compiles.
+
+    From torch 2.12 on each thread has settings of its own, and reads defaults where it made none:
+    one that runs a backward pass compiles that, too.
+    """
     for name, kind in (
         ("post_grad_custom_post_pass", Passes), ("joint_custom_pre_pass", JointPasses),
     ):  # fmt: skip
         before = getattr(config, name, config)  # None without Inductor
         if before is not config and not isinstance(before, kind):
             setattr(config, name, kind(before))
+        setting = getattr(config, "_config", {}).get(name)
+        if setting is not None and not isinstance(setting.default, kind):
+            setting.default = kind(setting.default)
