@@ -369,6 +369,24 @@ def test_passes_that_want_to_know_are_told_of_inference() -> None:
     assert passes.uuid()[1] == "theirs"
 
 
+def test_code_of_other_sources_is_not_taken(tmp_path: Path) -> None:
+    """Not only those of passes: lowerings ask routes and kernels, which are behind a link."""
+    package, kernels = tmp_path / "package", tmp_path / "kernels"
+    (package / "nn").mkdir(parents=True)
+    kernels.mkdir()
+    (package / "kernels").symlink_to(kernels)
+    seen = set()
+    for path in (package / "a.py", package / "nn" / "a.py", kernels / "a.py"):
+        for text in ("a = 1", "a = 2"):
+            path.write_text(text)
+            graph_passes.sources_digest.cache_clear()
+            seen.add(graph_passes.sources_digest(str(package)))
+    assert len(seen) == 6
+    package = Path(graph_passes.__file__).parents[1]
+    for kind in (graph_passes.Passes, graph_passes.JointPasses):
+        assert kind(None).uuid()[0] == graph_passes.sources_digest(str(package))
+
+
 def at_once(call: Callable[[], Tensor]) -> Tensor:
     return call()
 
