@@ -18,7 +18,7 @@ from lokakern.errors import UnsupportedError
 from lokakern.functional.checks import is_traced, warn_once
 from lokakern.native import NATIVE
 from lokakern.nn.autocast import HALF, is_in_bfloat16
-from lokakern.nn.compiled_form import form_at, multiply_in_form
+from lokakern.nn.compiled_form import form_at, fuse_quantizers, multiply_in_form
 from lokakern.nn.routed_matmul import (
     EAGER,
     OPS,
@@ -474,15 +474,6 @@ def multiply_rows(
         right = None if weight is None or way == "offloaded" else weight.t()
         y = multiply(rows, right, parts[0], parts[1], bias, routes[0], input_scale, apart)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
-
-
-def fuse_quantizers() -> str:
-    """See `lokakern.nn.inductor`, which is imported when a compiler first traces a product: 2 s."""
-    from lokakern.nn import graph_passes, inductor
-
-    inductor.fuse_quantizers()
-    graph_passes.install_passes()
-    return ""
 
 
 def _traced_product(
