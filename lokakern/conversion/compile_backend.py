@@ -24,8 +24,9 @@ from torch import fx
 from lokakern import sampled_check
 from lokakern.conversion.routes import GEMMS, Judge, Route, routes_of
 from lokakern.errors import FormatError, UnknownNameError
+from lokakern.nn.compiled_form import fuse_quantizers
 from lokakern.nn.graph_products import Product, linear_products
-from lokakern.nn.linear import fuse_quantizers, words_of
+from lokakern.nn.linear import words_of
 from lokakern.nn.routed_matmul import PLAIN, kernel_at
 from lokakern.selection import dispatcher
 from lokakern.selection.arguments import budget_of

@@ -22,6 +22,7 @@ from lokakern.functional.checks import is_traced
 from lokakern.native import NATIVE
 from lokakern.nn.block_rms_norm import BlockRMSNorm
 from lokakern.nn.chain_plan import ChainLayer, ChainStep, Steps, read_plan, steps_at
+from lokakern.nn.compiled_form import fuse_quantizers
 from lokakern.nn.linear import (
     ALTERED,
     CHAIN_DATA,
@@ -29,7 +30,6 @@ from lokakern.nn.linear import (
     HELD,
     OFFLOADED,
     Linear,
-    fuse_quantizers,
 )
 from lokakern.nn.routed_chain import replay_chain, run_chain
 from lokakern.nn.routed_matmul import is_constant, prepare_to_be_compiled

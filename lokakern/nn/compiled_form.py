@@ -72,11 +72,7 @@ def form_at(
     if form in (DOT, LOGIT):  # timed on the same GPUs
         is_taken = not plan and columns == 1 and is_fast(CHUNK, device)
         if is_taken and form == LOGIT:
-            from lokakern.nn.graph_passes import install_passes
-            from lokakern.nn.inductor import fuse_quantizers
-
             fuse_quantizers()
-            install_passes()
         return form if is_taken else ""
     flags, _, _, *gradients = plan.split("\0") if plan else ("", "", "")
     routes = tuple(map(traced_route, gradients))
@@ -84,10 +80,17 @@ def form_at(
         return ""
     if not is_fast(columns, device):
         return ""
-    from lokakern.nn.inductor import fuse_quantizers  # its import takes 2 s
-
     fuse_quantizers()
     return form
+
+
+def fuse_quantizers() -> str:
+    """See `lokakern.nn.inductor`, which is imported when a compiler first traces a product: 2 s."""
+    from lokakern.nn import graph_passes, inductor
+
+    inductor.fuse_quantizers()
+    graph_passes.install_passes()
+    return ""
 
 
 def multiply_in_form(layer: Linear, x: Tensor, input_scale: str) -> Tensor | None:

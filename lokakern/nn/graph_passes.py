@@ -11,6 +11,9 @@ saved.
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,9 +32,10 @@ from lokakern.nn.wide_gradients import write_in_float32
 
 try:
     from torch._inductor import config, custom_graph_pass
+    from torch._inductor.utils import get_donated_idxs
     from torch._inductor.virtualized import V
 except ImportError:
-    config = custom_graph_pass = V = None  # type: ignore[assignment]
+    config = custom_graph_pass = get_donated_idxs = V = None  # type: ignore[assignment]
 
 PASSES: tuple[Callable[[fx.Graph], None], ...] = (
     multiply_parts, norm_sums, write_terms, attend_at_once,
@@ -45,11 +49,6 @@ JOINT_PASSES: tuple[Callable[[fx.Graph], None], ...] = (
 OPS = (
     "routed_gemm", "activated_gemm", "routed_chain", "weight_gradient",
     "wide_weight_gradient", "norm_gradient", "bias_gradient", "logit",
-)  # fmt: skip
-_FILES = (
-    "graph_passes.py", "concatenated_tokens.py", "summed_norm.py", "normalized_blocks.py",
-    "short_attention.py", "attention_patterns.py", "added_products.py", "flat_sums.py",
-    "wide_gradients.py", "late_taps.py", "graph_edit.py", "inductor.py", "logit.py",
 )  # fmt: skip
 # A pass of this class is told whether a graph is of inference; earlier torch has none.
 _TOLD: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", None)
@@ -85,7 +84,7 @@ class Passes(_BASE):  # type: ignore[misc]
         run_passes(graph, is_exact=not (is_inference and for_python))
 
     def uuid(self) -> Any:
-        """Of the sources, and of the user's passes; None, which caches nothing, without one."""
+        """Of all that Inductor's key omits, and of the user's passes; None caches nothing."""
         return _uuid(self.before)
 
 
@@ -115,17 +114,42 @@ def _several(before: Any) -> tuple[Any, ...]:
 
 def _uuid(before: tuple[Any, ...]) -> Any:
     theirs = [run.uuid() if hasattr(run, "uuid") else None for run in before]
-    files = tuple(str(Path(__file__).with_name(name)) for name in _FILES)
     if None in theirs:
         return None
-    return custom_graph_pass.get_hash_for_files(files), *theirs
+    # The code of a backward pass that may be called once overwrites these saved tensors. Inductor's
+    # key omits them, and gave that code to `retain_graph=True`: wrong gradients the second time.
+    donated = tuple(get_donated_idxs() or ())
+    return sources_digest(str(Path(__file__).parents[1])), *theirs, donated
+
+
+@functools.cache
+def sources_digest(package: str) -> str:
+    """SHA-256 of all Python files of a package, in folders behind links, too.
+
+    Of this one it stands for passes, lowerings, and the shapes and kernels of ops. 3 MB take 12 ms.
+    """
+    digest = hashlib.sha256()
+    for folder, folders, names in os.walk(package, followlinks=True):
+        folders.sort()
+        for name in sorted(names):
+            if name.endswith(".py"):
+                path = Path(folder, name)
+                digest.update(str(path.relative_to(package)).encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def install_passes() -> None:
-    """Let Inductor run the passes, from the next graph on that this thread compiles."""
+    """Let Inductor run the passes, from the next graph on that it compiles.
+
+    From torch 2.12 on each thread has settings of its own, and reads defaults where it made none:
+    one that runs a backward pass compiles that, too.
+    """
     for name, kind in (
         ("post_grad_custom_post_pass", Passes), ("joint_custom_pre_pass", JointPasses),
     ):  # fmt: skip
         before = getattr(config, name, config)  # None without Inductor
         if before is not config and not isinstance(before, kind):
             setattr(config, name, kind(before))
+        setting = getattr(config, "_config", {}).get(name)
+        if setting is not None and not isinstance(setting.default, kind):
+            setting.default = kind(setting.default)

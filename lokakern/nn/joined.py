@@ -19,7 +19,8 @@ from torch.nn.functional import hardswish, layer_norm, relu, rms_norm, silu
 
 from lokakern.nn.autocast import CAST, is_in_bfloat16
 from lokakern.nn.chain_call import has_own_call, is_usual
-from lokakern.nn.linear import ALTERED, Linear, fuse_quantizers, is_linear
+from lokakern.nn.compiled_form import fuse_quantizers
+from lokakern.nn.linear import ALTERED, Linear, is_linear
 from lokakern.nn.norm_gradient import is_fast, takes
 from lokakern.nn.rectified import are_calls_plain, has_backward_hooks
 from lokakern.nn.routed_matmul import OPS

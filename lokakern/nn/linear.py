@@ -18,7 +18,7 @@ from lokakern.errors import UnsupportedError
 from lokakern.functional.checks import is_traced, warn_once
 from lokakern.native import NATIVE
 from lokakern.nn.autocast import HALF, is_in_bfloat16
-from lokakern.nn.compiled_form import form_at, multiply_in_form
+from lokakern.nn.compiled_form import form_at, fuse_quantizers, multiply_in_form
 from lokakern.nn.routed_matmul import (
     EAGER,
     OPS,
@@ -272,7 +272,10 @@ class Routed(nn.Module):
 
     def mixes(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         """Whether to multiply across tokens, without a copy of x."""
-        return self.is_mixing and self._routes == PLAIN_ROUTES and mixes(x, weight, bias)
+        found = self.is_mixing and self._routes == PLAIN_ROUTES and mixes(x, weight, bias)
+        if found and is_compiling():
+            fuse_quantizers()  # for the key of the cache alone
+        return found
 
     def _parts(self, x: Tensor, weight: Tensor, m: int) -> tuple[Tensor | None, ...]:
         """FP8 weights for the output and for the input's gradient, if they are kept.
@@ -315,6 +318,8 @@ class Routed(nn.Module):
 
     def changed(self) -> None:
         """Renew what is derived from routes, flags and buffers; each change of these calls it."""
+        if self.is_mixing:
+            prepare_to_be_compiled(fuse_quantizers)
         is_altered = self.is_held or self.is_mixing or self.padding != (0, 0)
         is_held = self.is_held and not self.is_mixing and self.padding == (0, 0)
         flags = ((ALTERED, is_altered), (HELD, is_held), (FROZEN, self.is_frozen),
@@ -474,15 +479,6 @@ def multiply_rows(
         right = None if weight is None or way == "offloaded" else weight.t()
         y = multiply(rows, right, parts[0], parts[1], bias, routes[0], input_scale, apart)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
-
-
-def fuse_quantizers() -> str:
-    """See `lokakern.nn.inductor`, which is imported when a compiler first traces a product: 2 s."""
-    from lokakern.nn import graph_passes, inductor
-
-    inductor.fuse_quantizers()
-    graph_passes.install_passes()
-    return ""
 
 
 def _traced_product(

@@ -19,12 +19,12 @@ from torch.nn import Parameter, ReLU  # not by torch.nn: see `lokakern.nn.routed
 from lokakern.functional.checks import is_traced
 from lokakern.nn.autocast import CAST, is_in_bfloat16
 from lokakern.nn.chain_call import has_global_hooks, has_own_call, is_usual, rows_in, static_rows
+from lokakern.nn.compiled_form import fuse_quantizers
 from lokakern.nn.linear import (
     ALTERED,
     OFFLOADED,
     Linear,
     _wants_gradients,
-    fuse_quantizers,
     is_linear,
 )
 from lokakern.nn.norm_gradient import is_fast

@@ -15,12 +15,14 @@ import torch
 from functorch.compile import make_boxed_func
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
 
 from lokakern.bench.models.zoo.hstu import HSTU
 from lokakern.nn import bias_gradient, compiled_form
 from lokakern.nn.adoption import Chosen, adopt, apply_choice, remove_choice
 from lokakern.nn.compiled_form import DOT, LOGIT, SUMS, form_at, form_of
+from lokakern.nn.graph_passes import Passes
 from lokakern.nn.linear import Linear
 from lokakern.nn.norm_gradient import is_fast
 from lokakern.sums import column_sums
@@ -283,6 +285,13 @@ def test_where_a_form_is_used(form: str, columns: int, changes: dict[int, Any], 
         assert form_at(*given) == (form if is_cast else found)
     with torch.autocast("cpu", dtype=torch.float16):
         assert not form_at(*given)
+
+
+def test_sums_of_gradients_bring_the_passes() -> None:
+    """And with them a key of the cache that tells code which overwrites saved tensors."""
+    with config.patch(post_grad_custom_post_pass=None, force_disable_caches=True):
+        step(torch.compile(linear()), rows())
+        assert isinstance(config.post_grad_custom_post_pass, Passes)
 
 
 def test_no_form_is_used_on_a_gpu_without_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -366,6 +367,59 @@ def test_passes_that_want_to_know_are_told_of_inference() -> None:
         passes(fx.Graph(), is_inference)
         assert theirs.told is is_inference
     assert passes.uuid()[1] == "theirs"
+
+
+def test_code_of_other_sources_is_not_taken(tmp_path: Path) -> None:
+    """Not only those of passes: lowerings ask routes and kernels, which are behind a link."""
+    package, kernels = tmp_path / "package", tmp_path / "kernels"
+    (package / "nn").mkdir(parents=True)
+    kernels.mkdir()
+    (package / "kernels").symlink_to(kernels)
+    seen = set()
+    for path in (package / "a.py", package / "nn" / "a.py", kernels / "a.py"):
+        for text in ("a = 1", "a = 2"):
+            path.write_text(text)
+            graph_passes.sources_digest.cache_clear()
+            seen.add(graph_passes.sources_digest(str(package)))
+    assert len(seen) == 6
+    package = Path(graph_passes.__file__).parents[1]
+    for kind in (graph_passes.Passes, graph_passes.JointPasses):
+        assert kind(None).uuid()[0] == graph_passes.sources_digest(str(package))
+
+
+def at_once(call: Callable[[], Tensor]) -> Tensor:
+    return call()
+
+
+def in_a_thread(call: Callable[[], Tensor]) -> Tensor:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result()
+
+
+@pytest.mark.parametrize("run", [at_once, in_a_thread])
+def test_code_that_overwrites_saved_tensors_is_not_what_a_kept_graph_gets(
+    run: Callable[[Callable[[], Tensor]], Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's key is the same for both, and the second backward pass would be wrong.
+
+    Whichever thread compiles the backward pass: from torch 2.12 on each has settings of its own.
+    """
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    first, second = layer_of(n=64), layer_of(n=64)
+    x = torch.randn(48, 64).bfloat16().requires_grad_()
+
+    def gradients(times: int) -> list[Tensor]:
+        torch._dynamo.reset()
+        y = torch.compile(lambda x: second(torch.tanh(first(x)) * torch.sigmoid(x)))(x).sum()
+        is_kept = times > 1
+        return [
+            run(lambda: torch.autograd.grad(y, x, retain_graph=is_kept)[0]) for _ in range(times)
+        ]
+
+    with config.patch(force_disable_caches=False):
+        for _ in range(2):  # without and with such code in the cache
+            (expected,) = gradients(1)
+            assert all(torch.equal(found, expected) for found in gradients(3))
 
 
 def test_what_runs_without_python_stays_as_it_is() -> None:

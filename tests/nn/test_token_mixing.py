@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor import config
 
 import lokakern
 from lokakern import mods
@@ -53,6 +54,31 @@ class Mixer(nn.Module):
 
 def mixer_of(tokens: int = 16, bias: bool = False) -> nn.Module:
     return with_whole_weights(Mixer(tokens, bias))
+
+
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_a_kept_graph_gets_no_code_that_overwrites_saved_tensors(
+    is_fused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does it where nothing of the model is converted."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    model = Mixer(16)
+    mods.apply(model, [mods.MixTokens(), *([mods.FuseShared()] if is_fused else [])])
+    x = torch.randn(8, 16, 6, requires_grad=True)
+
+    def gradients(times: int) -> list[Tensor]:
+        def call(x: Tensor) -> Tensor:
+            y = torch.tanh(model(x))
+            return (torch.sigmoid(y @ y.mT) * torch.tanh(y @ y.mT)).square().sum()
+
+        torch._dynamo.reset()
+        loss = torch.compile(call)(x)
+        return [torch.autograd.grad(loss, x, retain_graph=times > 1)[0] for _ in range(times)]
+
+    unset = {"post_grad_custom_post_pass": None, "joint_custom_pre_pass": None}
+    with config.patch(unset):
+        (expected,) = gradients(1)
+        assert all(torch.equal(found, expected) for found in gradients(3))
 
 
 @pytest.mark.parametrize("is_fused", [True, False])
