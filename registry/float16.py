@@ -15,7 +15,8 @@ from lokakern.types import Format, Problem
 
 # Those of PyTorch and Triton convert whatever they read and write; those of CUDA have programs of
 # their own, see kernels/cuda/half.py.
-_TAKE_IT = ("torch.bf16", "torch.bf16_padded")
+_TAKE_IT = ("torch.bf16", "torch.bf16_padded", "torch.norm_quantize")
+_OPS_WITHOUT = ("gemm_norm", "norm_backward")  # compositions of them write bfloat16 in between
 _FAMILIES = (
     "torch.quantize_",
     "torch.dequantize_",
@@ -23,8 +24,11 @@ _FAMILIES = (
     "triton.quantize_",
     "triton.dequantize_",
     "triton.scaled_gemm_",
+    "triton.norm_quantize",
     "cuda.quantize_",
     "cuda.scaled_gemm_",
+    "cuda.norm_quantize",
+    "cuda.activate_quantize_",
 )
 _WRITTEN_FOR_BFLOAT16 = "_fast"  # its sums are worth no more
 
@@ -55,6 +59,8 @@ def refusal(kernel: str, parts: Sequence[str], problem: Problem) -> str | None:
     """
     if Format.BFLOAT16 in _formats(problem):
         return "operands and outputs are float16 and bfloat16; expected one of them"
+    if problem.op in _OPS_WITHOUT:
+        return "takes no float16"
     for name in parts or (kernel,):
         if not _takes(name):
             return "takes no float16" if name == kernel else f"{name}: takes no float16"

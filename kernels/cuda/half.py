@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from torch import Tensor
 
 from lokakern.driver import CudaLaunch
 from lokakern.kernels.cuda import (
+    activate_quantize,
+    norm_quantize,
     quantize,
     quantize_tensor,
     quantize_tile,
@@ -28,6 +30,7 @@ from lokakern.kernels.cuda import (
     scaled_gemm_unaligned,
 )
 from lokakern.kernels.cuda.tiles import Kind
+from lokakern.registry.register import KERNELS
 from lokakern.types import Epilogue
 
 # By the file of the program in bfloat16.
@@ -37,6 +40,8 @@ SOURCES = {
     "quantize_tiles_together.cu": "half_quantize_tiles_together.cu",
     "quantize_tensor.cu": "half_quantize_tensor.cu",
     "quantize_tile.cu": "half_quantize_tile.cu",
+    "activate_quantize.cu": "half_activate_quantize.cu",
+    "norm_quantize.cu": "half_norm_quantize.cu",
     "scaled_gemm.cu": "half_scaled_gemm.cu",
     "scaled_gemm_unaligned.cu": "half_scaled_gemm_unaligned.cu",
 }
@@ -72,11 +77,15 @@ def _with_half(module: ModuleType, name: str = "bind") -> None:
         bound = plain(*signature, **options)
         if not any(map(_is_half, signature)):
             return bound
-        if isinstance(bound, quantize.Bound):
-            return bound._replace(launch=_in_half(bound.launch))
-        return _in_half(bound)
+        return _bound_in_half(bound)
 
     setattr(module, name, bind)
+
+
+def _bound_in_half(bound: Any) -> Any:
+    if isinstance(bound, CudaLaunch):
+        return _in_half(bound)
+    return bound._replace(launch=_in_half(bound.launch))
 
 
 def _in_half(launch: CudaLaunch) -> CudaLaunch:
@@ -102,7 +111,26 @@ def _with_half_outputs() -> None:
     scaled_gemm._kind_of = kind_of
 
 
+def _with_half_norms() -> None:
+    """Launch norms of float16 by the same function, but for what binds it: signatures lack x."""
+    plain = norm_quantize.bind.__wrapped__
+
+    @functools.lru_cache(maxsize=4096)
+    def bind(signature: norm_quantize.Signature) -> norm_quantize.Bound:
+        return _bound_in_half(plain(signature))  # type: ignore[no-any-return]
+
+    kernel = KERNELS["cuda.norm_quantize"]
+    of_bfloat16: Any = kernel.launch
+    of_float16 = FunctionType(of_bfloat16.__code__, {**vars(norm_quantize), "bind": bind})
+
+    def launch(x: Tensor, *others: Any) -> None:
+        (of_float16 if x.dtype is torch.float16 else of_bfloat16)(x, *others)
+
+    KERNELS[kernel.name] = replace(kernel, launch=launch)
+
+
 for _module in (
+    activate_quantize,
     quantize,
     quantize_tensor,
     quantize_tile,
@@ -113,3 +141,4 @@ for _module in (
     _with_half(_module)
 _with_half(quantize_together, "bind_tiles")
 _with_half_outputs()
+_with_half_norms()

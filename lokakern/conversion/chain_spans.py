@@ -229,7 +229,7 @@ def chain_rows(span: Span, off: Collection[ChainSites]) -> list[dict[str, Any]]:
 
 def why_no_chains(
     budget: ErrorBudget | None, *, is_forced: bool, is_inference: bool, is_reported: bool,
-    is_checked: bool, is_between: bool, is_wanted: bool,
+    is_checked: bool, is_between: bool, is_wanted: bool, in_float16: bool,
 ) -> str:  # fmt: skip
     """Why a conversion as a whole has no chains, or ""."""
     if is_forced:
@@ -242,6 +242,8 @@ def why_no_chains(
         return "chains=False"
     if not is_between:
         return "between=False"
+    if in_float16:
+        return "kernels with a norm or an activation take no float16"
     if is_checked:
         return "check= compares products, and a chain has none of its own"
     if is_reported:

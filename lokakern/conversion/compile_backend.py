@@ -27,10 +27,10 @@ from lokakern.errors import FormatError, UnknownNameError
 from lokakern.nn.compiled_form import fuse_quantizers
 from lokakern.nn.graph_products import Product, linear_products
 from lokakern.nn.linear import words_of
-from lokakern.nn.routed_matmul import PLAIN, kernel_at
+from lokakern.nn.routed_matmul import PLAIN, in_dtype, kernel_at
 from lokakern.selection import dispatcher
 from lokakern.selection.arguments import budget_of
-from lokakern.types import COMPILED, Device, ErrorBudget
+from lokakern.types import COMPILED, Device, ErrorBudget, Format
 
 logger = logging.getLogger("lokakern")
 _EXPECTED = 'expected options={"budget": 0.06}, the largest row error of a product, or None'
@@ -153,7 +153,7 @@ def replace_products(gm: fx.GraphModule, asked: Options) -> bool:
             why = "" if any(texts) else "no product is quantized"
         if not why:
             sites = (f"{product.name}/{gemm}" for gemm in GEMMS)
-            marked = zip(texts, sites, strict=True)
+            marked = zip((in_dtype(text, product.dtype) for text in texts), sites, strict=True)
             product.replace([marker.mark(text, asked.budget, site) for text, site in marked])
             is_changed = True
         _tell(product, routes, texts, why)
@@ -173,12 +173,15 @@ def _device_for(product: Product, asked: Options) -> Device:
 def _routes_of(
     product: Product, judge: Judge, device: Device, known: dict[tuple[Any, ...], tuple[Route, ...]]
 ) -> tuple[Route, ...]:
-    key = (product.n, product.k, product.has_bias, product.is_trained, product.is_turned, device)
+    half = Format.of(product.dtype)
+    key = (
+        product.n, product.k, product.has_bias, product.is_trained, product.is_turned, device, half,
+    )  # fmt: skip
     if key not in known:
         known[key] = routes_of(
             product.n, product.k, judge, device, has_bias=product.has_bias,
             inference=not product.is_trained, is_prepared=False, is_turned=product.is_turned,
-            turns_gradient=True,
+            turns_gradient=True, half=half,
         )  # fmt: skip
     return known[key]
 

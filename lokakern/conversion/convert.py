@@ -57,6 +57,7 @@ from lokakern.device import current_device
 from lokakern.errors import FormatError, UnknownNameError, UnsupportedError
 from lokakern.mods.pad import Pad
 from lokakern.nn.adoption import Chosen, adopt, apply_choice, remove_choice
+from lokakern.nn.autocast import CAST, HALF
 from lokakern.nn.compiled_form import DOT, LAYER_FORMS, LOGIT, SUMS, form_of
 from lokakern.nn.crossed_forward import (
     children_of,
@@ -83,6 +84,7 @@ from lokakern.nn.rectified import rectified_between
 from lokakern.nn.routed_matmul import (
     PLAIN,
     has_activator,
+    in_dtype,
     kernel_at,
     kernels_of,
     read_route,
@@ -106,7 +108,7 @@ from lokakern.selection.arguments import budget_of, device_of, m_range_of
 from lokakern.selection.candidates import Time
 from lokakern.selection.choice import Choice
 from lokakern.selection.dispatcher import AnyDevice
-from lokakern.types import COMPILED, COMPILED_GRAPH, Device, ErrorBudget, Granularity
+from lokakern.types import COMPILED, COMPILED_GRAPH, Device, ErrorBudget, Format, Granularity
 
 if TYPE_CHECKING:
     from lokakern.conversion.drift_watch import DriftEvent, DriftWatch
@@ -144,6 +146,7 @@ def convert(
     scaling: str = "dynamic",
     history: int = 16,
     margin: int = 0,
+    dtype: torch.dtype | None = None,
 ) -> Conversion:
     """Give each linear layer of a model the fastest kernels within a budget, in place.
 
@@ -153,8 +156,8 @@ def convert(
     was measured (LOKAKERN_PREDICT=0: bfloat16 there); only `Conversion.refresh` changes them.
     Without a faster quantizing kernel a product stays bitwise equal to `nn.Linear`, but for relus
     and gradients behind layers, and in compiled code for layers with one output and gradients
-    of biases (``between``). Only bfloat16 products are
-    quantized: of bfloat16 parameters, or under autocast.
+    of biases (``between``). Only products in bfloat16 or float16 are quantized: of such parameters,
+    or of float32 ones under autocast to ``dtype``.
 
     Products with a parameter of another module, such as ``x @ self.w``, are sites, too, except with
     a report, if torch.fx can trace the forward of the module (`lokakern.nn.raw_pattern`), and those
@@ -244,6 +247,13 @@ def convert(
         history: With delayed scaling, how many steps count.
         margin: With delayed scaling, powers of two between the amax of these steps and the largest
             FP8 value, against saturation.
+        dtype: Of autocast, in which layers with float32 weights multiply: ``torch.bfloat16``, which
+            None means, or ``torch.float16``. Other weights have a dtype of their own. In another
+            dtype than that a layer multiplies unquantized, and a warning says so. Kernels for
+            float16 need errors that were measured with it (``sweep --suite float16``); the shipped
+            files have none, so that nothing is quantized until then. Nothing else is done in
+            float16: norms, activations and chains are torch's, no product applies a relu, and
+            reports of Probe admit no kernel.
 
     Returns:
         The choices, their reasons, and methods to change and undo them.
@@ -254,8 +264,9 @@ def convert(
         ShapeError: ``m_range`` is not two integers in order, or ``history`` or ``margin`` no
             integer in its range.
         FormatError: The model is no module; ``report_or_budget``, ``kernels`` or ``check`` has
-            another type; not exactly one of ``report_or_budget`` and ``kernels`` is given; or
-            ``main_grads`` or delayed scaling with ``inference``.
+            another type; not exactly one of ``report_or_budget`` and ``kernels`` is given;
+            ``main_grads`` or delayed scaling with ``inference``; or ``dtype`` is another one, or
+            float16 with ``main_grads``.
         UnsupportedError: A kernel that ``kernels`` names does not take a product of a layer.
         BudgetError: The budget is not a finite, non-negative number, or ``check`` or LOKAKERN_CHECK
             is not ``every:rows``.
@@ -273,6 +284,10 @@ def convert(
     if inference and (main_grads or scaling == "delayed"):
         what = "main_grads" if main_grads else "delayed scaling"
         raise FormatError(f"convert: {what} is for training, and inference is given; leave one out")
+    if dtype not in (None, *HALF):
+        raise FormatError(
+            f"convert: dtype is {dtype!r}; expected torch.bfloat16 or torch.float16, as of autocast"
+        )
     if m_range is not None:
         m_range = m_range_of("convert", m_range)
     kept = None if tuned is None else tuning_file.read(tuned)
@@ -305,6 +320,7 @@ def convert(
         regime,
         main_grads,
         (history, margin) if scaling == "delayed" else None,
+        dtype or torch.bfloat16,
     )
     conversion.refresh()
     if tuned is not None and kept is not None:
@@ -317,7 +333,7 @@ def convert(
     return conversion
 
 
-_Sizes = tuple[int, int, bool]  # n, k and whether with a bias
+_Sizes = tuple[int, int, bool, Format]  # n, k, whether with a bias, and the format of operands
 
 
 @dataclass
@@ -362,6 +378,7 @@ class Conversion:
         regime: str,
         main_grads: bool,
         delayed: tuple[int, int] | None,
+        dtype: torch.dtype,
     ) -> None:
         self._modules, self.skipped, self._inference = modules, skipped, inference
         self._wanted = wanted
@@ -378,6 +395,12 @@ class Conversion:
         self.left_crosses: dict[str, str] = {}  # reasons
         self.spans: list[Span] = []  # layers that may be chains
         self.off_chains: frozenset[ChainSites] = frozenset()  # by tuning
+        self._dtype = dtype  # of autocast
+        if main_grads and any(self.dtype_of(m) is torch.float16 for m in modules.values()):
+            raise FormatError(
+                "convert: main_grads adds up gradients of products in bfloat16, and layers "
+                "multiply in float16; leave main_grads out, or run the model in bfloat16"
+            )
         self._main_grads = MainGrads(modules) if main_grads else None
         # Relus in products, gradients behind layers; tuning decides.
         self.has_relus = not main_grads and delayed is None
@@ -457,7 +480,7 @@ class Conversion:
         self.why_no_chains = why_no_chains(
             budget, is_forced=isinstance(wanted, Forced), is_inference=self._inference,
             is_reported=isinstance(wanted, ProbeReport), is_checked=self._marker.is_on,
-            is_between=self._between, is_wanted=self._has_chains,
+            is_between=self._between, is_wanted=self._has_chains, in_float16=self.in_float16,
         )  # fmt: skip
         self.left_crosses = {}
         if self.why_no_chains:
@@ -522,8 +545,8 @@ class Conversion:
             site.routes = chosen
         if off_chains is not None:
             self.off_chains = frozenset(off_chains)
-        if self._main_grads is not None or self._delayed is not None:  # unknown to ops of these
-            has_relus = False
+        if self._main_grads is not None or self._delayed is not None or self.in_float16:
+            has_relus = False  # unknown to ops of these
         others = self.sites if has_relus not in (None, self.has_relus) else ()
         if has_relus is not None:
             self.has_relus = has_relus
@@ -541,6 +564,16 @@ class Conversion:
         self._apply_crosses(keep_classes)
         return changed
 
+    def dtype_of(self, module: nn.Module) -> torch.dtype:
+        """The dtype in which a site multiplies: float16, or bfloat16."""
+        weight = shape_of(module)[3].dtype
+        return weight if weight in HALF else self._dtype
+
+    @property
+    def in_float16(self) -> bool:
+        """Whether a site multiplies in float16, which kernels that do more than products lack."""
+        return any(self.dtype_of(module) is torch.float16 for module in self._modules.values())
+
     def _raw_owners(self) -> list[nn.Module]:
         """Modules of users whose products with parameters of their own are sites."""
         raw = (m.owner[0] for m in self._modules.values() if isinstance(m, RawProduct))
@@ -552,7 +585,7 @@ class Conversion:
         adds = self._main_grads is not None
         texts = []
         for r in site.routes:
-            text = r.text
+            text = in_dtype(r.text, self.dtype_of(site.module))
             if self.has_switches:
                 text = switched(text, self._switch_of(site.name, r.gemm))
             if self._delayed is not None:
@@ -596,7 +629,8 @@ class Conversion:
                 if is_joined:
                     joined = joined_between(sequence)
                 scales = self._scales_of(sequence, device)
-                found = activations_between(sequence, scales) if self._inference else {}
+                is_read = self._inference and not self.in_float16  # by kernels of activations
+                found = activations_between(sequence, scales) if is_read else {}
                 for place, (name, reader) in found.items():
                     k = reader.in_features
                     route = activating_route(device, k, name, m_range=self._m_range)
@@ -835,9 +869,9 @@ class Conversion:
                 loss is not one finite number of float32 or more, differs between two runs of a
                 batch, or calls no converted layer.
             UnknownNameError: The conversion was undone.
-            UnsupportedError: The conversion is for training, the operands are not multiplied in
-                bfloat16, so that nothing runs in FP8, or torch.distributed has several ranks, which
-                would decide differently.
+            UnsupportedError: The conversion is for training, the operands are not multiplied in the
+                dtype that it is for, so that nothing runs in FP8, or torch.distributed has several
+                ranks, which would decide differently.
         """
         return limit_loss(self, loss, batches, relative)
 
@@ -879,9 +913,9 @@ class Conversion:
             the model is compiled.
 
         Raises:
-            UnsupportedError: The conversion is for inference, was undone, is being watched or has
-                delayed scaling, there is no budget or one that Probe cannot judge by, or there are
-                several ranks.
+            UnsupportedError: The conversion is for inference or float16, was undone, is being
+                watched or has delayed scaling, there is no budget or one that Probe cannot judge
+                by, or there are several ranks.
             ShapeError: ``every`` is below 1.
         """
         from lokakern.conversion.drift_watch import DriftWatch  # it imports Probe
@@ -889,6 +923,11 @@ class Conversion:
         self._refuse_while_watched("watch")
         self._refuse_undone()
         self._refuse_delayed("watch", "it judges dynamic scales")
+        if self.in_float16:
+            raise UnsupportedError(
+                "watch: layers multiply in float16, and Probe judges products in bfloat16, which "
+                "hold larger values: run the model in bfloat16, or check products (check=)"
+            )
         if report is None and isinstance(self._wanted, ProbeReport):
             report = self._wanted
         limit = report.budget if report is not None else _budget_of(self._wanted)
@@ -1029,10 +1068,11 @@ class Conversion:
             if isinstance(by, Judge):
                 by = replace(by, regime=self.regime)
             can_pad = Pad().takes(module)
-            key = (n, k, has_bias, device, by, is_turned, can_pad)
+            half = Format.of(self.dtype_of(module))
+            key = (n, k, has_bias, device, by, is_turned, can_pad, half)
             if key not in known:
                 known[key] = self._routes_by(
-                    by, n, k, has_bias, device, name, is_turned, can_pad, m_range
+                    by, n, k, has_bias, device, name, is_turned, can_pad, m_range, half
                 )
             found[name] = known[key]
         return found
@@ -1050,16 +1090,17 @@ class Conversion:
 
     def _routes_by(
         self, by: Judge | Forced, n: int, k: int, has_bias: bool, device: Device, site: str,
-        is_turned: bool, can_pad: bool, m_range: MRange | None,
+        is_turned: bool, can_pad: bool, m_range: MRange | None, half: Format,
     ) -> tuple[Route, ...]:  # fmt: skip
         if isinstance(by, Forced):
             return forced_routes(
                 n, k, by, device, has_bias=has_bias, inference=self._inference,
-                m_range=m_range, site=site, is_turned=is_turned,
+                m_range=m_range, site=site, is_turned=is_turned, half=half,
             )  # fmt: skip
         return routes_of(
             n, k, by, device, has_bias=has_bias, inference=self._inference,
             m_range=m_range, forms=self._forms, is_turned=is_turned, can_pad=can_pad,
+            half=half,
         )  # fmt: skip
 
     @property
@@ -1075,19 +1116,21 @@ class Conversion:
         for site in self.sites.values():
             n, k, _, _ = shape_of(site.module)
             texts = tuple(route.text for route in site.routes)
+            plain = "float16" if self.dtype_of(site.module) is torch.float16 else "bf16"
             is_there = texts in [tuple(map(kernels_of, c.routes)) for c in self._chosen_for(site)]
             routes = site.routes
             if not is_there:
                 routes = tuple(Route(route.gemm, PLAIN, _RESIZED) for route in routes)
             for route in routes:
                 is_off = (site.name, route.gemm) in self.turned_off
+                traced = traced_route(route.text)
                 timed = [c for c in route.choices if c.latency_us is not None]
                 times = [_time_of(route, c) for c in timed]
                 rows.append(
                     {
                         "site": site.name, "gemm": route.gemm, "n": n, "k": k,
-                        "choice": OFF if is_off else _summary(route, traced_route(route.text)),
-                        "eager_choice": OFF if is_off else _summary(route, route.text),
+                        "choice": OFF if is_off else _summary(route, traced, plain),
+                        "eager_choice": OFF if is_off else _summary(route, route.text, plain),
                         "m": [route.rows_at(c) for c in timed],
                         "us": [t and t.latency_us for t in times],
                         "host_us": [t and t.host and t.host.us for t in times],
@@ -1142,10 +1185,15 @@ class Conversion:
         """By what kernels were chosen: the regime, and host costs or why there are none."""
         if isinstance(self._wanted, Forced):
             return [f"kernels were {FORCED}"]
-        routes = (route for site in self.sites.values() for route in site.routes)
+        routes = [route for site in self.sites.values() for route in site.routes]
         hosts = dict.fromkeys(c.table.host for route in routes for c in route.choices)
+        of_bfloat16 = (
+            "times are those with bfloat16, which has as many bytes; kernels also need errors with "
+            "float16: sweep the suite that handle.suite(m) writes"
+        )
         return [
             f"kernels were chosen by times of regime {self.regime} ({_RUNS[self.regime]})",
+            *[f"float16: {of_bfloat16}"] * any(route.is_of_bfloat16 for route in routes),
             *(f"host cost: {words}" for words in (*hosts, self._step_host) if words),
         ]
 
@@ -1313,12 +1361,13 @@ class Conversion:
                 for form in forms:
                     of_sizes.setdefault(form, []).append(rows)
         layers = []
-        for (n, k, has_bias), of_sizes in missing.items():
-            bias = "bias = true\n" * has_bias
+        for (n, k, has_bias, half), of_sizes in missing.items():
+            more = "bias = true\n" * has_bias
+            more += f"format = {json.dumps(half.value)}\n" * (half is not Format.BFLOAT16)
             for at in dict.fromkeys(map(tuple, of_sizes.values())):
                 forms = [form for form, every in of_sizes.items() if tuple(every) == at]
                 layers.append(
-                    f"[[layer]]\nm = {list(at)}\nn = {n}\nk = {k}\n{bias}"
+                    f"[[layer]]\nm = {list(at)}\nn = {n}\nk = {k}\n{more}"
                     f"forms = {json.dumps(forms)}\n"
                 )
         layers += [
@@ -1349,19 +1398,20 @@ class Conversion:
             with_bias = with_bias and measures_bias(m, n, k, device, self.regime)
             routes = chosen.get(site.name, site.routes)
             for route in routes[: 1 if self._inference else None]:
-                if route.choices and not route.is_predicted:
+                if route.choices and not (route.is_predicted or route.is_of_bfloat16):
                     continue
                 gemm, sizes = route.gemm, (n, k)
                 if turned and not self._inference and gemm in _TURNED:
                     gemm, sizes = _TURNED[gemm], (k, n)
-                forms = missing.setdefault((*sizes, with_bias), [])
+                half = Format.of(self.dtype_of(site.module))
+                forms = missing.setdefault((*sizes, with_bias, half), [])
                 wanted = ("gemm", "prepared") if self._inference else ("gemm",)
                 wanted = wanted if gemm == "output" else (gemm,)
                 forms += [form for form in wanted if form not in forms]
-        for (n, k, has_bias), forms in list(missing.items()):
+        for (n, k, has_bias, half), forms in list(missing.items()):
             for wide, of_wide in with_padded_sizes(n, k, forms).items():
                 is_wide_with = has_bias and measures_bias(m, *wide, device, self.regime)
-                also = missing.setdefault((*wide, is_wide_with), [])
+                also = missing.setdefault((*wide, is_wide_with, half), [])
                 also += [form for form in of_wide if form not in also]
         return missing
 
@@ -1411,7 +1461,7 @@ class Conversion:
             shape_of(site.module)[3].dtype is torch.float32
             for site in self.sites.values() if any(traced_route(r.text) for r in site.routes)
         )  # fmt: skip
-        products += " under bfloat16 autocast" * needs_autocast
+        products += f" under {Format.of(self._dtype).value} autocast" * needs_autocast
         if self._delayed is not None and self._modules:
             words += f", {len(self._delayed.products)} by delayed scaling"
         if isinstance(self._wanted, Forced):
@@ -1483,8 +1533,9 @@ def _why_not(module: nn.Module, is_inner: bool) -> str:
             )
         return f"it is a {type(module).__name__}, which may do more than nn.Linear"
     weight = shape_of(module)[3]
-    if weight.dtype not in (torch.float32, torch.bfloat16):
-        return f"its weight is {weight.dtype}; expected torch.float32 or torch.bfloat16"
+    if weight.dtype not in CAST:
+        known = "torch.float32, torch.bfloat16 or torch.float16"
+        return f"its weight is {weight.dtype}; expected {known}"
     if isinstance(weight, nn.UninitializedParameter):
         return "its weight is not initialized; run the model once"
     return ""
@@ -1547,9 +1598,12 @@ def _time_of(route: Route, choice: Choice) -> Time | None:
     return plain[0] if plain else None
 
 
-def _summary(route: Route, text: str) -> str:
-    """Names of a text's kernels over the measured m, or of all where none was looked up."""
+def _summary(route: Route, text: str, plain: str) -> str:
+    """Names of a text's kernels over the measured m, or of all where none was looked up.
+
+    ``plain`` is the word for none.
+    """
     names = [kernel_at(text, route.rows_at(c)) for c in route.choices]
     if not names and text != PLAIN:
         names = [name for part in read_route(text)[1:] for _, name in part]
-    return ", ".join(dict.fromkeys(name or "bf16" for name in names)) or "bf16"
+    return ", ".join(dict.fromkeys(name or plain for name in names)) or plain

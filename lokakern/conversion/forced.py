@@ -15,7 +15,7 @@ from lokakern.errors import FormatError, UnknownNameError, UnsupportedError
 from lokakern.nn.routed_matmul import PLAIN, Segments, route_text
 from lokakern.registry.register import Kernel, kernel_named, kernels_for
 from lokakern.selection.weight_forms import FORMS, with_weight
-from lokakern.types import Device, Granularity, Problem
+from lokakern.types import Device, Format, Granularity, Problem
 
 FORCED = "forced, not chosen by measurement"
 UNQUANTIZED = "bf16"
@@ -81,6 +81,7 @@ def _check_name(name: str) -> None:
 def forced_routes(
     n: int, k: int, forced: Forced, device: Device, *, has_bias: bool = False,
     inference: bool = False, m_range: MRange | None = None, site: str = "", is_turned: bool = False,
+    half: Format = Format.BFLOAT16,
 ) -> tuple[Route, ...]:  # fmt: skip
     """Routes of the three GEMMs of a layer ``Y[m, n] = X[m, k] W[n, k]^T`` by named kernels.
 
@@ -94,6 +95,7 @@ def forced_routes(
         m_range: Smallest and largest m that is quantized; None: all m.
         site: Name of the layer, for errors.
         is_turned: As of `routes_of`.
+        half: As of `routes_of`.
 
     Raises:
         UnsupportedError: A kernel that was named does not take a product.
@@ -107,7 +109,7 @@ def forced_routes(
         else:
             turned = is_turned and not inference
             epilogue = "bias" if has_bias and gemm == "output" and not turned else "none"
-            at = [problem_of(gemm, m, n, k, epilogue, turned) for m in (16, 17)]
+            at = [problem_of(gemm, m, n, k, epilogue, turned, half) for m in (16, 17)]
             kernels, reasons = zip(
                 *(_kernel_for(p, gemm, name, device, inference) for p in at), strict=True
             )

@@ -31,6 +31,7 @@ from lokakern.conversion.routes import ANY_M
 from lokakern.conversion.variants import (
     LAYOUT,
     RELU,
+    Dtypes,
     Group,
     Off,
     Rows,
@@ -57,7 +58,6 @@ MOST_TRIES = 10  # sets that are measured together
 MOST_ALONE = 32  # batches of each layer alone, whose change varies less than that of all together
 NOISE = 0.1  # of the limit: what two runs of a batch may differ by
 SHRINK = (0.4, 0.9)  # the next set may lose so much of what the last one might
-Dtypes = tuple[torch.dtype, torch.dtype]  # of input and weight
 UNKNOWN_GAIN_US = 1e-3  # of a product without a time at these rows: FP8 rather than not
 EAGER_ONLY = "in FP8 in eager calls only, such as the loss; compiled code leaves it in bf16"
 FRONT = (0.25, 0.5, 1.0, 2.0, 4.0)  # limits that the outcome tells about, as multiples
@@ -191,7 +191,7 @@ class LossLimit:
                 f"batches ({rows})"
             )
         if unfit := [site.name for site in self.unjudged if site.is_unfit]:
-            notes += f"; not judged, as operands were not bfloat16: {', '.join(unfit)}"
+            notes += f"; not judged, as kernels do not take the operands: {', '.join(unfit)}"
         if elsewhere and not self.sites:
             least = min(site.least_m for site in elsewhere)
             notes += f"; the least m at which one runs is {least}"
@@ -340,8 +340,8 @@ def _fitting(groups: list[Group], unfit: Mapping[str, Dtypes]) -> list[Group]:
         dtypes = next(unfit[name] for name in lost if name in unfit)
         raise UnsupportedError(
             f"limit_loss: {_why_unfit(*dtypes)}, so that nothing runs in FP8 and the loss does not "
-            "change; run the loss under torch.autocast in bfloat16, or convert all of the model to "
-            "bfloat16"
+            f"change; run the loss under torch.autocast in {_named(dtypes[2])}, or convert all of "
+            f"the model to {_named(dtypes[2])}"
         )
     return found
 
@@ -356,7 +356,11 @@ def _quantizes(group: Group) -> bool:
     return group.gemm != RELU and group.kernels != (LAYOUT,)
 
 
-def _why_unfit(x: torch.dtype, weight: torch.dtype) -> str:
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _why_unfit(x: torch.dtype, weight: torch.dtype, _: torch.dtype) -> str:
     return f"the loss multiplies {x} by weights in {weight}, unquantized"
 
 
@@ -393,7 +397,7 @@ def _unjudged(
 
 def _of_operands(site: UnjudgedSite, dtypes: Dtypes) -> UnjudgedSite:
     """With the words for operands that kernels do not take."""
-    why = f"{_why_unfit(*dtypes)}, as kernels need bfloat16: not judged, stays"
+    why = f"{_why_unfit(*dtypes)}, as kernels need {_named(dtypes[2])}: not judged, stays"
     return replace(site, why=why, is_unfit=True)
 
 

@@ -32,6 +32,7 @@ from lokakern.nn.routed_matmul import (
 from lokakern.probe.problems import way_of
 from lokakern.probe.verdicts import Verdict
 from lokakern.problems import PADDED, make_problem
+from lokakern.registry import float16
 from lokakern.registry.register import Kernel, fp8_format
 from lokakern.selection import dispatcher
 from lokakern.selection.candidates import Candidate
@@ -48,7 +49,9 @@ from lokakern.types import (
     Format,
     Granularity,
     Layout,
+    Operand,
     Problem,
+    alignment_of,
 )
 from lokakern.workloads.gemm_cases import dense_operand
 from lokakern.workloads.gemm_gradient_cases import grad_weight_case
@@ -108,6 +111,14 @@ class Route:
     def is_predicted(self) -> bool:
         """Whether nothing was measured, and times are those of the time model."""
         return any(_is_predicted(choice.table) for choice in self.choices)
+
+    @property
+    def is_of_bfloat16(self) -> bool:
+        """Whether it is of float16, and times are those with bfloat16."""
+        return any(
+            float16.is_in(choice.problem) and any(c.estimated for c in choice.table.candidates)
+            for choice in self.choices
+        )
 
     @property
     def is_padded(self) -> bool:
@@ -174,7 +185,8 @@ class Judge:
         if self.verdicts is None:
             return table, candidates
         verdict = next((v for v in self.verdicts if v.gemm == gemm), None)
-        return table, [_judged(c, verdict, device) for c in candidates]
+        is_known = not float16.is_in(problem)
+        return table, [_judged(c, verdict, device, is_known) for c in candidates]
 
     def _is_measured(self, table: Table) -> bool:
         """Whether any m was measured, and not only beyond one end of the range."""
@@ -192,7 +204,7 @@ def routes_of(
     n: int, k: int, judge: Judge, device: Device, *, has_bias: bool = False,
     inference: bool = False, m_range: MRange | None = None, forms: Sequence[Granularity] = FORMS,
     is_prepared: bool | None = None, is_turned: bool = False, turns_gradient: bool = False,
-    can_pad: bool = True,
+    can_pad: bool = True, half: Format = Format.BFLOAT16,
 ) -> tuple[Route, ...]:  # fmt: skip
     """Routes of the three GEMMs of a layer ``Y[m, n] = X[m, k] W[n, k]^T``.
 
@@ -210,6 +222,7 @@ def routes_of(
         is_turned: Whether the weight is stored as ``[k, n]``. A prepared weight has no such layout.
         turns_gradient: Whether the gradient of a turned weight is computed as ``[k, n]``, too.
         can_pad: Whether `mods.Pad` takes a layer of this kind, which reasons then name.
+        half: Format of operands and outputs, bfloat16 or float16.
     """
     is_prepared = inference if is_prepared is None else is_prepared
     judge = replace(judge, is_training=not inference)
@@ -227,26 +240,27 @@ def routes_of(
         epilogues = ("none",)  # no other was measured
     first = Route("output", PLAIN, "nothing was measured")
     for epilogue in epilogues:
-        problem_at = output_problem(n, k, epilogue, is_turned)
+        problem_at = output_problem(n, k, epilogue, is_turned, half)
         first = _route("output", problem_at, judge, device, is_prepared, m_range, forms)
         if first.choices:
             break
     else:
-        problem_at = output_problem(n, k, epilogues[0], is_turned)
+        problem_at = output_problem(n, k, epilogues[0], is_turned, half)
         first = _route("output", problem_at, predicting, device, is_prepared, m_range, forms)
     if inference:
         return (first, *(Route(gemm, PLAIN, NO_GRADIENTS) for gemm in GEMMS[1:]))
-    problem_at = grad_input_problem(n, k, is_turned)
+    problem_at = grad_input_problem(n, k, is_turned, half)
     second = _route("grad_input", problem_at, judge, device, False, m_range, forms)
     if not second.choices:
         second = _route("grad_input", problem_at, predicting, device, False, m_range, forms)
     n, k = (k, n) if is_turned and turns_gradient else (n, k)
-    third = _grad_weight_route(n, k, judge, device, first, m_range)
+    third = _grad_weight_route(n, k, judge, device, first, m_range, half)
     if not third.choices:
-        third = _grad_weight_route(n, k, predicting, device, first, m_range)
+        third = _grad_weight_route(n, k, predicting, device, first, m_range, half)
     if third.is_padded:
         eager = replace(judge, pads=False)
-        third = replace(third, eager=_grad_weight_route(n, k, eager, device, first, m_range).text)
+        then = _grad_weight_route(n, k, eager, device, first, m_range, half)
+        third = replace(third, eager=then.text)
     return first, second, third
 
 
@@ -302,36 +316,42 @@ def activating_route(
 
 
 def problem_of(
-    gemm: str, m: int, n: int, k: int, epilogue: str = "none", is_turned: bool = False
-) -> Problem:
+    gemm: str, m: int, n: int, k: int, epilogue: str = "none", is_turned: bool = False,
+    half: Format = Format.BFLOAT16,
+) -> Problem:  # fmt: skip
     """One of `GEMMS` of a layer at m rows; ``epilogue`` is that of the output."""
     if gemm == "output":
-        return output_problem(n, k, epilogue, is_turned)(m)
+        return output_problem(n, k, epilogue, is_turned, half)(m)
     if gemm == "grad_input":
-        return grad_input_problem(n, k, is_turned)(m)
-    return grad_weight_case(m, n, k).problem
+        return grad_input_problem(n, k, is_turned, half)(m)
+    return grad_weight_case(m, n, k, half).problem
 
 
 def output_problem(
-    n: int, k: int, epilogue: str, is_turned: bool = False
+    n: int, k: int, epilogue: str, is_turned: bool = False, half: Format = Format.BFLOAT16
 ) -> Callable[[int], Problem]:
     """``Y[m, n] = X[m, k] W[n, k]^T``; of a weight ``[k, n]`` a gradient of another layer."""
-    return _grad_input_problem(k, n) if is_turned else _output_problem(n, k, epilogue)
+    return _grad_input_problem(k, n, half) if is_turned else _output_problem(n, k, epilogue, half)
 
 
-def grad_input_problem(n: int, k: int, is_turned: bool = False) -> Callable[[int], Problem]:
+def grad_input_problem(
+    n: int, k: int, is_turned: bool = False, half: Format = Format.BFLOAT16
+) -> Callable[[int], Problem]:
     """``dX[m, k] = dY[m, n] W[n, k]``; of a weight ``[k, n]`` the output of another layer."""
-    return _output_problem(k, n, "none") if is_turned else _grad_input_problem(n, k)
+    return _output_problem(k, n, "none", half) if is_turned else _grad_input_problem(n, k, half)
 
 
-def _output_problem(n: int, k: int, epilogue: str) -> Callable[[int], Problem]:
-    return lambda m: make_problem("gemm", (m, n, k), epilogue=epilogue)
+def _output_problem(
+    n: int, k: int, epilogue: str, half: Format = Format.BFLOAT16
+) -> Callable[[int], Problem]:
+    a = Operand(half, alignment=alignment_of(2 * k))
+    return lambda m: make_problem("gemm", (m, n, k), a=a, epilogue=epilogue)
 
 
-def _grad_input_problem(n: int, k: int) -> Callable[[int], Problem]:
+def _grad_input_problem(n: int, k: int, half: Format = Format.BFLOAT16) -> Callable[[int], Problem]:
     """``dX[m, k] = dY[m, n] W[n, k]``, W as the forward pass stores it."""
-    a = dense_operand(Format.BFLOAT16, (16, n), Layout.ROW, Layout.ROW)
-    b = dense_operand(Format.BFLOAT16, (n, k), Layout.ROW, Layout.COLUMN)  # as cases of sweeps
+    a = dense_operand(half, (16, n), Layout.ROW, Layout.ROW)
+    b = dense_operand(half, (n, k), Layout.ROW, Layout.COLUMN)  # as cases of sweeps
     return lambda m: make_problem("gemm", (m, k, n), a=a, b=b)
 
 
@@ -432,8 +452,10 @@ def _why_not(
     return None if refusal is None else f"reads no weight quantized ahead: {refusal}"
 
 
-def _judged(candidate: Candidate, verdict: Verdict | None, device: Device) -> Candidate:
-    """A candidate with the replayed errors of a verdict."""
+def _judged(
+    candidate: Candidate, verdict: Verdict | None, device: Device, is_known: bool
+) -> Candidate:
+    """A candidate with the replayed errors of a verdict, which float16 has none of."""
     kernel = candidate.kernel
     if candidate.unquantized or kernel is None:
         return candidate
@@ -441,7 +463,9 @@ def _judged(candidate: Candidate, verdict: Verdict | None, device: Device) -> Ca
     found = None if verdict is None else verdict.of(numerics)
     errors: dict[str, float] = {}
     reason = ""
-    if verdict is None:
+    if not is_known:
+        reason = "Probe judges outputs in bfloat16, which hold larger values than float16"
+    elif verdict is None:
         reason = NO_VERDICT
     elif found is None:
         reason = f"Probe did not replay {numerics}"
@@ -591,8 +615,9 @@ def _words(sizes: Sequence[int]) -> str:
 
 
 def _grad_weight_route(
-    n: int, k: int, judge: Judge, device: Device, output: Route, m_range: MRange | None
-) -> Route:
+    n: int, k: int, judge: Judge, device: Device, output: Route, m_range: MRange | None,
+    half: Format,
+) -> Route:  # fmt: skip
     """The route of ``dW[n, k] = dY[m, n]^T X[m, k]``, from a table for each m."""
     gemm = "grad_weight"
     low, high = m_range or (1, ANY_M)
@@ -600,7 +625,7 @@ def _grad_weight_route(
     known = {*SAMPLES, *(m_range or ()), *(choice.m for choice in output.choices)}
 
     def measured(sizes: Iterable[int]) -> list[Choice]:
-        problems = (grad_weight_case(m, n, k).problem for m in sizes if m % 16 == 0)
+        problems = (grad_weight_case(m, n, k, half).problem for m in sizes if m % 16 == 0)
         found = (Choice(judge.table(problem, gemm, device), n) for problem in problems)
         return [choice for choice in found if choice.latency_us]
 
@@ -608,7 +633,7 @@ def _grad_weight_route(
     if not choices:
         others = [choice.problem.k for choice in measured(sorted(known)) if m_range is not None]
         where = "was never measured"
-        if judge.predicts and padded_problem(grad_weight_case(SAMPLES[0], n, k).problem):
+        if judge.predicts and padded_problem(grad_weight_case(SAMPLES[0], n, k, half).problem):
             where += f", and {UNALIGNED}"
             where += ": mods.Pad, before it, aligns them" if judge.wide else ""
         if others:

@@ -151,7 +151,9 @@ def file_of(
             Product(gemm, text, (name, gemm) not in {*dropped, *over}, (name, gemm) in over)
             for gemm, text in zip(gemms[name], texts, strict=True)
         ]
-        dtype = str(weight.dtype).removeprefix("torch.")
+        half = conversion.dtype_of(conversion.sites[name].module)
+        words = [weight.dtype, half] if half is torch.float16 else [weight.dtype]
+        dtype = " in ".join(str(x).removeprefix("torch.") for x in dict.fromkeys(words))
         sites.append(TunedSite(name, n, k, has_bias, dtype, rows.get(name, []), products))
     plans = chain_texts(conversion.spans)
     over_chains = conversion.over_limit_chains

@@ -19,7 +19,7 @@ from lokakern.conversion.paired_timing import Variant
 from lokakern.conversion.restored_state import DERIVED
 from lokakern.conversion.routes import EMULATED, GEMMS, Route
 from lokakern.errors import UnsupportedError
-from lokakern.nn.autocast import is_in_bfloat16
+from lokakern.nn.autocast import is_in
 from lokakern.nn.chain_plan import read_plan, steps_at
 from lokakern.nn.linear import CHAIN_DATA, CHAIN_SCALE, is_linear
 from lokakern.nn.module_scan import shape_of
@@ -39,6 +39,7 @@ LAYOUT = "bf16, with another layout of the weight"
 RELU = "relu"
 OTHER_FORM = "bf16, in another form in compiled code"
 Off = frozenset[int]  # places of groups
+Dtypes = tuple[torch.dtype, torch.dtype, torch.dtype]  # see `Observed.unfit`
 Rows = Mapping[str, list[int]]  # rows of the inputs of each site
 
 
@@ -75,12 +76,13 @@ class Observed(NamedTuple):
         rows: Rows of the inputs of each site.
         trained: Sites that are called with gradients.
         unfit: Sites whose every call multiplies operands that kernels do not take, and dtypes of
-            input and weight in such a call; they are multiplied as by `nn.Linear`.
+            input and weight in such a call, and the one that they take; they are multiplied as by
+            `nn.Linear`.
     """
 
     rows: dict[str, list[int]]
     trained: set[str]
-    unfit: dict[str, tuple[torch.dtype, torch.dtype]]
+    unfit: dict[str, Dtypes]
 
 
 def observed_rows(conversion: Conversion, step: Callable[[], object]) -> Observed:
@@ -91,19 +93,19 @@ def observed_rows(conversion: Conversion, step: Callable[[], object]) -> Observe
     rows: dict[str, set[int]] = defaultdict(set)
     trained: set[str] = set()
     fit: set[str] = set()
-    unfit: dict[str, tuple[torch.dtype, torch.dtype]] = {}
+    unfit: dict[str, Dtypes] = {}
 
-    def see(name: str, weight: torch.dtype) -> Callable[..., None]:
+    def see(name: str, weight: torch.dtype, half: torch.dtype) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
             x = inputs[0] if inputs else named["input"]
             if isinstance(x, Tensor) and x.numel():
                 # Inputs of a raw product may be [..., k, 1].
                 columns = module.in_features if isinstance(module, RawProduct) else x.shape[-1]
                 rows[name].add(x.numel() // columns)
-                if is_in_bfloat16(x.dtype, weight, x.device.type):
+                if is_in(half, x.dtype, weight, x.device.type):
                     fit.add(name)
                 else:
-                    unfit[name] = x.dtype, weight
+                    unfit[name] = x.dtype, weight, half
                 if torch.is_grad_enabled():
                     trained.add(name)
 
@@ -111,7 +113,8 @@ def observed_rows(conversion: Conversion, step: Callable[[], object]) -> Observe
 
     handles = [
         site.module.register_forward_pre_hook(
-            see(name, shape_of(site.module)[3].dtype), with_kwargs=True
+            see(name, shape_of(site.module)[3].dtype, conversion.dtype_of(site.module)),
+            with_kwargs=True,
         )
         for name, site in conversion.sites.items()
     ]

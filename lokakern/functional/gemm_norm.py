@@ -28,6 +28,7 @@ from lokakern.functional.norm_checks import (
     check_epilogue,
     epilogue_of_call,
     gemm_norm_problem,
+    half_of,
     is_aligned,
     norm_of,
     norm_quantize_problem,
@@ -113,7 +114,7 @@ def _made_scale(
         if x is not None and (
             x.device != device
             or x.shape != (columns,)
-            or x.dtype not in (torch.bfloat16, torch.float32)
+            or x.dtype not in (torch.bfloat16, torch.float16, torch.float32)
             or x.layout is not torch.strided
         ):
             raise FormatError("out_scale: a vector of the norm does not fit")
@@ -249,8 +250,9 @@ def norm_quantize(
     """Normalize and quantize rows, ``f(norm(x))``, in one pass over ``x``.
 
     Args:
-        x: ``[rows, columns]``, bfloat16.
-        norm: As of `gemm_norm`, as are the other arguments.
+        x: ``[rows, columns]``, bfloat16 or float16.
+        norm: As of `gemm_norm`, as are the other arguments; matrices have the dtype of ``x``, and
+            vectors it or float32.
         norm_weight: ``[columns]``.
         norm_bias: ``[columns]``.
         activation: f.
@@ -318,8 +320,8 @@ def norm_quantize_by(
     op = "norm_quantize"
     epilogue = epilogue_of_call(op, **options)
     check_matrix(op, "x", x)
-    if x.dtype != torch.bfloat16:
-        raise FormatError(f"{op}: x is {x.dtype}; expected torch.bfloat16 (use .bfloat16())")
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        raise FormatError(f"{op}: x is {x.dtype}; expected torch.bfloat16 or torch.float16")
     if torch.is_grad_enabled() and _needs_grad(x, None, epilogue):
         raise UnsupportedError(_NO_GRADIENT)
     kind = out_kind(op, out_format, granularity, out_scale, x, quantizes=True)
@@ -801,7 +803,8 @@ def _empty_output(
         options.pop(f"out_{name}") for name in ("format", "granularity", "scale")
     )
     epilogue = epilogue_of_call(op, **options)
-    check_epilogue(op, epilogue, rows, columns)
+    half = half_of(x) if op == "norm_quantize" else torch.bfloat16
+    check_epilogue(op, epilogue, rows, columns, half)
     form, granularity = out_kind(
         op, out_format, out_granularity, scale, x, quantizes=op == "norm_quantize"
     )

@@ -113,13 +113,27 @@ def norm_of(op: str, norm: str | Norm, eps: float | None) -> Norm:
     return found
 
 
+def half_of(x: Tensor) -> torch.dtype:
+    """The dtype of what follows a norm of rows: float16 if that is theirs, else bfloat16."""
+    return torch.float16 if x.dtype is torch.float16 else torch.bfloat16
+
+
 def shown_name(name: str) -> str:
     """Name of an epilogue's tensor in messages."""
     return f"{name} of cross" if name in ("x0", "x") else name
 
 
-def check_epilogue(op: str, epilogue: NormEpilogue, rows: int, columns: int) -> None:
+def check_epilogue(
+    op: str, epilogue: NormEpilogue, rows: int, columns: int, half: torch.dtype = torch.bfloat16
+) -> None:
     """Check the tensors of an epilogue, and the blocks of the norm.
+
+    Args:
+        op: Name for messages.
+        epilogue: The epilogue.
+        rows: Of the output.
+        columns: Of the output.
+        half: Dtype of the matrices, and of vectors that are not float32: bfloat16 or float16.
 
     Raises:
         ShapeError: A tensor does not fit, or blocks do not divide the columns.
@@ -138,10 +152,8 @@ def check_epilogue(op: str, epilogue: NormEpilogue, rows: int, columns: int) -> 
             raise FormatError(f"{op}: {name} is {type(x).__name__}; expected a torch.Tensor")
         if x.layout is not torch.strided:
             raise FormatError(f"{op}: {name} is {x.layout}; expected a dense tensor")
-        if x.dtype not in (torch.bfloat16, torch.float32):
-            raise FormatError(
-                f"{op}: {name} is {x.dtype}; expected torch.bfloat16 or torch.float32"
-            )
+        if x.dtype not in (half, torch.float32):
+            raise FormatError(f"{op}: {name} is {x.dtype}; expected {half} or torch.float32")
         if tuple(x.shape) != (columns,) or (columns > 1 and x.stride(0) != 1):
             raise ShapeError(
                 f"{op}: {name} is {list(x.shape)} with strides {x.stride()}; expected [{columns}], "
@@ -158,10 +170,10 @@ def check_epilogue(op: str, epilogue: NormEpilogue, rows: int, columns: int) -> 
         shown = shown_name(name)
         check_matrix(op, shown, x)
         contiguous = x.stride(1) == 1 or columns <= 1
-        if tuple(x.shape) != (rows, columns) or x.dtype != torch.bfloat16 or not contiguous:
+        if tuple(x.shape) != (rows, columns) or x.dtype != half or not contiguous:
             raise ShapeError(
                 f"{op}: {shown} is {list(x.shape)} {x.dtype} with strides {x.stride()}; expected "
-                f"{[rows, columns]} torch.bfloat16, columns contiguous"
+                f"{[rows, columns]} {half}, columns contiguous"
             )
 
 
@@ -379,9 +391,9 @@ def norm_quantize_problem(
 ) -> Problem:
     """The problem of ``norm_quantize``; raises as `gemm_norm_problem`."""
     op = "norm_quantize"
-    check_epilogue(op, epilogue, *x.shape)
-    check_same_device(op, x=x, **_tensors_of(epilogue, out_scale))
     rows, columns = x.shape
+    check_epilogue(op, epilogue, rows, columns, half_of(x))
+    check_same_device(op, x=x, **_tensors_of(epilogue, out_scale))
     return Problem(
         op=op, m=rows, n=1, k=columns, a=operand_of(x), epilogue=epilogue.name(),
         out_format=kind[0], out_granularity=kind[1],

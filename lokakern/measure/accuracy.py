@@ -20,6 +20,7 @@ from lokakern.measure.norm_operands import (
     draw_normal,
     fitting_scale,
     gradients_error,
+    half_of,
     parts_of,
     written_parts,
 )
@@ -341,10 +342,13 @@ class _Group:
 
     def _norm(self, cell: Cell) -> AccuracyRecord:
         """The error after the norm and the rest of the problem's epilogue."""
-        problem, kernel, x = cell.problem, cell.kernel, self.x(Format.BFLOAT16)
+        problem, kernel = cell.problem, cell.kernel
+        half = half_of(problem)
+        x = self.x(half)
         form, granularity = problem.out_format, problem.out_granularity
         columns = problem.k if problem.b is None else problem.n
-        epilogue = draw_epilogue(norm_form(problem.epilogue), len(x), columns, x.device)
+        given_form = norm_form(problem.epilogue)
+        epilogue = draw_epilogue(given_form, len(x), columns, x.device, half=half)
         given: tuple[Any, ...] = (x,)
         shares = (0.0, 0.0)
         if problem.b is None:

@@ -41,11 +41,13 @@ ROWS_FOR_A_SCALE = 2048  # rows whose amax sets the static scale of an unbounded
 
 
 def draw_epilogue(
-    form: NormForm, rows: int, columns: int, device: torch.device, seed: int = 0
-) -> NormEpilogue:
+    form: NormForm, rows: int, columns: int, device: torch.device, seed: int = 0,
+    half: Format = Format.BFLOAT16,
+) -> NormEpilogue:  # fmt: skip
     """Normally distributed tensors of an epilogue; the norm's weight has mean 1.
 
-    Bias and weights are float32, so that their rounding does not hide the kernel's error.
+    Matrices have the format ``half``. Bias and weights are float32, so that their rounding does not
+    hide the kernel's error.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -61,7 +63,7 @@ def draw_epilogue(
         # Large, so sampled on the device.
         there = torch.Generator(device).manual_seed(seed + 1 + place)
         x = torch.randn((rows, columns), generator=there, device=device)
-        return x.to(Format.BFLOAT16.dtype)
+        return x.to(half.dtype)
 
     return NormEpilogue(
         norm=form.norm,
@@ -75,6 +77,11 @@ def draw_epilogue(
         x0=matrix(form.last == "cross", 2),
         x=matrix(form.last == "cross", 3),
     )
+
+
+def half_of(problem: Problem) -> Format:
+    """Format of the matrices of a problem with a norm: float16 if that is the rows' own."""
+    return Format.FLOAT16 if problem.a.format is Format.FLOAT16 else Format.BFLOAT16
 
 
 def rows_of(epilogue: NormEpilogue, rows: slice) -> NormEpilogue:
@@ -143,8 +150,9 @@ class NormOperands(Operands):
     def _draw_epilogue(self, generator: torch.Generator) -> None:
         problem = self.problem
         self.shared_epilogue = draw_epilogue(
-            norm_form(problem.epilogue), problem.m, self.columns_out, self.device, self.seed
-        )
+            norm_form(problem.epilogue), problem.m, self.columns_out, self.device, self.seed,
+            half_of(problem),
+        )  # fmt: skip
         self.bias = self.shared_epilogue.bias  # `_all_finite` includes it
         self.static_scale: float | None = None
         if problem.out_format.is_fp8 and problem.out_granularity is Granularity.TENSOR:

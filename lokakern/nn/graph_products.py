@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from lokakern.functional.checks import is_traced
-from lokakern.nn.autocast import CAST
+from lokakern.nn.autocast import CAST, HALF
 from lokakern.nn.linear import Routed, multiply_rows
 
 _OPERANDS = {
@@ -53,6 +53,7 @@ class Product:
         is_trained: Whether a gradient may flow through it.
         is_turned: Whether the weight is the transpose of a row-major matrix ``[k, n]``.
         device: Device of the weight.
+        dtype: Of the output, bfloat16 or float16 if it may be replaced.
         why_not: Why it has to stay as it is, or "".
         node: Its call.
         operands: x, the second operand and the bias, if any.
@@ -68,6 +69,7 @@ class Product:
     is_trained: bool
     is_turned: bool
     device: torch.device
+    dtype: torch.dtype
     why_not: str
     node: fx.Node
     operands: tuple[fx.Node | None, ...]
@@ -208,7 +210,8 @@ def _product(node: fx.Node, made_of: dict[fx.Node, str | None], why_not: str) ->
             why_not = why_not or f"it adds {list(added.shape)}; expected a bias [{n}]"
     return Product(
         name.removesuffix(".weight"), n, k, m if isinstance(m, int) else None, bias is not None,
-        y.requires_grad, right.stride(0) == 1 and right.stride(1) != 1, b.device, why_not, node,
+        y.requires_grad, right.stride(0) == 1 and right.stride(1) != 1, b.device, y.dtype,
+        why_not, node,
         (x, weight, bias if isinstance(bias, fx.Node) else None), form,
     )  # fmt: skip
 
@@ -223,8 +226,8 @@ def _why_not(node: fx.Node, values: Sequence[Tensor]) -> str:
     if not (values[1].is_contiguous() or values[1].t().is_contiguous()):
         return "its weight has gaps: kernels would copy it first, and times are without that"
     a, b, y, *_ = (x.dtype for x in values)
-    if y is not torch.bfloat16 or not {x.dtype for x in values} <= CAST:
-        return f"it multiplies {a} by {b}; kernels need bfloat16, or autocast to it"
+    if y not in HALF or not {x.dtype for x in values} <= CAST:
+        return f"it multiplies {a} by {b}; kernels need bfloat16 or float16, or autocast to it"
     stack = list(node.meta.get("nn_module_stack", {}).values())
     module = stack[-1][1] if stack else None
     if isinstance(module, type) and issubclass(module, Routed):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, bfloat16, float16, is_grad_enabled, nn
+from torch import Tensor, bfloat16, float32, is_grad_enabled, nn
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 from torch.nn.functional import linear
@@ -17,10 +17,11 @@ from lokakern import sampled_check
 from lokakern.errors import UnsupportedError
 from lokakern.functional.checks import is_traced, warn_once
 from lokakern.native import NATIVE
-from lokakern.nn.autocast import HALF, is_in_bfloat16
+from lokakern.nn.autocast import HALF, is_in, is_in_bfloat16
 from lokakern.nn.compiled_form import form_at, fuse_quantizers, multiply_in_form
 from lokakern.nn.routed_matmul import (
     EAGER,
+    FLOAT16,
     OPS,
     PLAIN,
     Delayed,
@@ -28,6 +29,7 @@ from lokakern.nn.routed_matmul import (
     RoutedLinear,
     TurnedLinear,
     delayed_key,
+    dtype_of,
     find_activator,
     has_delayed,
     has_switch,
@@ -62,8 +64,9 @@ _BETWEEN = "\0"  # between the parts of a plan
 OWN_CHAIN = "\0own"  # owner of the FP8 weights of a layer's own chain
 CHAIN_DATA, CHAIN_SCALE = "chain_data_", "chain_scale_"  # names of buffers, before a granularity
 _OF_OFFLOADED = (
-    "a layer with an offloaded weight multiplies bfloat16 without gradients only: use "
-    "torch.no_grad() and bfloat16, or refresh the conversion"
+    "a layer with an offloaded weight multiplies without gradients only, in the dtype that it was "
+    "converted for: use torch.no_grad() and bfloat16, or float16 if it is for that, or refresh the "
+    "conversion"
 )
 
 
@@ -111,18 +114,23 @@ def _wants_gradients(*operands: Tensor | None) -> bool:
     return is_grad_enabled() and any(x is not None and x.requires_grad for x in operands)
 
 
-def warn_unfit(x: Tensor, weight: Tensor) -> None:
-    """Warn once that kernels do not take these dtypes."""
+def warn_unfit(x: Tensor, weight: Tensor, plan: str) -> None:
+    """Warn once that the kernels of a plan do not take these dtypes."""
+    device = x.device.type
+    is_cast = torch.is_autocast_enabled(device)
+    how = f" under autocast to {torch.get_autocast_dtype(device)}" if is_cast else ""
+    half = str(dtype_of(plan)).removeprefix("torch.")
     warn_once(
-        f"a converted layer multiplies {x.dtype} by a weight in {weight.dtype} "
-        "unquantized, as kernels need bfloat16: run the model under torch.autocast in "
-        "bfloat16, or convert all of it to bfloat16"
+        f"a converted layer multiplies {x.dtype} by a weight in {weight.dtype}{how} "
+        f"unquantized, as its kernels are for {half}: run the model under torch.autocast in "
+        f"{half}, convert all of it to {half}, or choose kernels for another dtype by "
+        "lokakern.convert(..., dtype=)"
     )
 
 
-def _quantizable(weight: Tensor) -> Tensor:
-    """The weight as quantizers read it; float32 is not rounded to bfloat16 first."""
-    return weight if weight.dtype in (torch.bfloat16, torch.float32) else weight.to(torch.bfloat16)
+def _quantizable(weight: Tensor, half: torch.dtype) -> Tensor:
+    """The weight as quantizers read it; float32 is not rounded first."""
+    return weight if weight.dtype in (half, float32) else weight.to(half)
 
 
 def _in_memory_of(old: Tensor | None, new: Tensor) -> Tensor:
@@ -216,11 +224,11 @@ class Routed(nn.Module):
             return linear(x, weight, bias)
         if _is_sharded(weight):
             return self._of_shards(x, weight, bias, input_scale)
-        fits = is_in_bfloat16(x.dtype, weight.dtype, x.device.type)
+        fits = is_in(dtype_of(plan), x.dtype, weight.dtype, x.device.type)
         if self.is_offloaded and (not fits or _wants_gradients(x, weight, bias)):
             raise UnsupportedError(_OF_OFFLOADED)
-        if not fits:  # kernels were measured on bfloat16 only
-            warn_unfit(x, weight)
+        if not fits:  # kernels were chosen for one dtype
+            warn_unfit(x, weight, plan)
             return linear(x, weight, bias)
         m = x.shape[:-1].numel()
         asked = self._routes if is_grad_enabled() else self._routes[:1]
@@ -304,7 +312,7 @@ class Routed(nn.Module):
         found = None if self._kept is None else self._kept.get(key)
         if found is None:
             with torch.no_grad():
-                weight = _quantizable(weight.detach())
+                weight = _quantizable(weight.detach(), dtype_of(self._routes[product]))
                 right = weight.t() if product else weight
                 found = quantize_weight(right, scales_of(self._routes[product]))
             if self._kept is not None:
@@ -358,7 +366,7 @@ class Routed(nn.Module):
         with torch.no_grad():
             # A sharded one is gathered from all ranks.
             source = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
-            source = _quantizable(source.detach().to(device))
+            source = _quantizable(source.detach().to(device), dtype_of(self._routes[0]))
             data, scale = quantize_weight(source, scales_of(self._routes[0]))
         whole = data.as_strided((data.shape[0], data.stride(0)), (data.stride(0), 1))
         scales = scale.as_strided((scale.shape[0], scale.stride(0)), (scale.stride(0), 1))
@@ -453,7 +461,7 @@ def multiply_rows(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, parts: tuple[Tensor | None, ...],
     routes: Sequence[str], input_scale: str, way: str,
 ) -> Tensor:  # fmt: skip
-    """The product by routes in bfloat16, with the FP8 weights of `Routed._parts`.
+    """The product by routes in their dtype, with the FP8 weights of `Routed._parts`.
 
     Of ``way`` see `_way`; or "turned", training with a weight that is the transpose of a row-major
     one, and its gradient, too; or "keeping", training with what `KeepingLinear` is given behind the
@@ -461,11 +469,14 @@ def multiply_rows(
     """
     if is_compiling():
         fuse_quantizers()
-    x = x.bfloat16()
-    bias = None if bias is None else bias.bfloat16()
+    to_output, to_input, to_weight = routes
+    is_half = FLOAT16 in to_output + to_input + to_weight
+    x = x.half() if is_half else x.bfloat16()
+    if bias is not None:
+        bias = bias.half() if is_half else bias.bfloat16()
     # float32 is not rounded before it is quantized
-    if weight is not None and weight.dtype is float16:
-        weight = weight.bfloat16()
+    if weight is not None and weight.dtype is not x.dtype and weight.dtype is not float32:
+        weight = weight.half() if is_half else weight.bfloat16()
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     apart = x.dim() > 2 and not x.is_contiguous()  # then nn.Linear adds the bias separately
     if way == "training":
@@ -579,7 +590,7 @@ def _way(
         plan = _BETWEEN.join((flags, columns, *routes))
     if torch._C._are_functorch_transforms_active():
         return ""
-    fits = is_in_bfloat16(dtype, weight_dtype, device)
+    fits = is_in(dtype_of(plan), dtype, weight_dtype, device)
     if OFFLOADED in flags:
         return f"{'offloaded' if fits else 'refused'}{_BETWEEN}{plan}"
     is_training = is_grad_enabled()
@@ -641,13 +652,13 @@ def _quantizes(plan: str, m: int, is_training: bool) -> bool:
 
 
 def described(plan: str) -> list[tuple[str, bool, list[list[tuple[int, bool]]]]] | None:
-    """What ``layer.h`` reads of a plan, by product.
+    """What ``layer.h`` reads of a plan, by product; None if calls stay in Python.
 
     The route, whether a check or a switch may need unquantized operands, and at which m it has a
     kernel.
     """
     flags, _, *routes = plan.split(_BETWEEN)
-    keeps = flags == ADDING or has_delayed(plan)
+    keeps = flags == ADDING or has_delayed(plan) or FLOAT16 in plan
     if keeps or OFFLOADED in flags or (ALTERED in flags and HELD not in flags):
         return None
     return [
@@ -662,8 +673,8 @@ class Linear(nn.Linear, Routed):
     The kernels are chosen once for all ranges of m, here or by `lokakern.convert`. Where nothing is
     quantized the result is bitwise equal to `nn.Linear`, except with weights in inference whose
     layout `with_aligned_layout` changes, for which cuBLAS may sum in another order, and in compiled
-    code with a ``form``. Only bfloat16 operands are quantized, also under autocast. Keys of a
-    state_dict are those of `nn.Linear`.
+    code with a ``form``. Only operands in bfloat16, or in float16 if kernels were chosen for that,
+    are quantized, also under autocast. Keys of a state_dict are those of `nn.Linear`.
 
     Args:
         in_features: k.

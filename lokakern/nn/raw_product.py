@@ -16,10 +16,10 @@ from torch.nn import functional
 
 from lokakern.errors import UnsupportedError
 from lokakern.functional.checks import warn_once
-from lokakern.nn.autocast import is_in_bfloat16
+from lokakern.nn.autocast import is_in
 from lokakern.nn.linear import Routed, _is_sharded, _is_without_data, _way, warn_unfit
 from lokakern.nn.raw_pattern import ADDMM, LEFT, LINEAR, MM, Matrix, reads_turned, roles_of
-from lokakern.nn.routed_matmul import is_known
+from lokakern.nn.routed_matmul import dtype_of, is_known
 
 CHILD = "lokakern_products"  # name of the child that holds them
 
@@ -133,13 +133,13 @@ class RawProduct(Routed):
                 "conversion is refreshed (handle.refresh())"
             )
             return False
-        if not is_in_bfloat16(x.dtype, weight.dtype, x.device.type):
-            if not is_compiling():
-                warn_unfit(x, weight)
+        given = x.dtype, weight.dtype, x.device.type
+        if not is_compiling() and not is_in(dtype_of(self._plan), *given):
+            warn_unfit(x, weight, self._plan)
             return False
         m = x.numel() // x.shape[-1]  # the size of a shape is no symbol in torch.export
         m = m if is_known(m) else -1
-        return bool(_way(self._plan, m, x.dtype, weight.dtype, x.device.type, is_compiling()))
+        return bool(_way(self._plan, m, *given, is_compiling()))
 
     def freeze(self) -> None:
         if self.is_there:

@@ -6,7 +6,8 @@ right operand, then the first m of each kernel, for m that 16 divides and for ot
     row;16:0=,1024=cuda.quantize_row+cuda.scaled_gemm_row,20481=;1:0=
 
 An empty name means torch's unquantized product, and a name behind "~" that there is a kernel in
-eager calls only. On another device a kernel's emulation runs. A part ``switch=NAME`` names a switch
+eager calls only. On another device a kernel's emulation runs. A part ``float16`` says that operands
+and outputs are float16 instead of bfloat16 (`in_dtype`), one ``switch=NAME`` names a switch
 (`turn`), one ``delayed=KEY`` a layer with delayed scaling (`delayed`), and a last part may define a
 check (`lokakern.sampled_check`). The ops look up a kernel when they run, not when they are traced,
 because m may be dynamic. Where Inductor knows m, it may quantize the left operand in the kernel
@@ -21,7 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, finfo, float8_e4m3fn, is_grad_enabled
+from torch import Tensor, bfloat16, finfo, float8_e4m3fn, float16, is_grad_enabled
 from torch.compiler import is_compiling
 from torch.nn.functional import linear
 
@@ -34,7 +35,7 @@ from lokakern.functional.scaled_gemm import scaled_gemm
 from lokakern.native import forget, plain_op, recorded_op
 from lokakern.quantized_tensor import pitch_of
 from lokakern.registry.register import KERNELS, Kernel, fp8_format, kernel_named, load_kernels
-from lokakern.types import GROUP, Granularity, QuantizedTensor, empty_data
+from lokakern.types import GROUP, Format, Granularity, QuantizedTensor, empty_data
 
 Segments = list[tuple[int, str]]  # first m and kernel, "" for the unquantized product
 PLAIN = ""  # the unquantized route
@@ -54,6 +55,7 @@ _LIBRARY = torch.library.Library("lokakern", "FRAGMENT")
 OPS = torch.ops.lokakern
 _IS_AMD = torch.version.hip is not None
 _ROUTES: dict[tuple[str, torch.device], _LoadedRoute] = {}
+FLOAT16 = ";float16"  # in the text of a route, or of several
 _SWITCH = ";switch="
 _DELAYED = ";delayed="
 # Products, and for each of them the places of its operands in `Delayed.scales`, and those in `amax`
@@ -95,6 +97,7 @@ class _LoadedRoute(NamedTuple):
     starts: tuple[list[int], list[int]]
     kernels: tuple[list[Kernel | None], list[Kernel | None]]
     watch: sampled_check.Watch | None
+    dtype: torch.dtype  # of operands and output
 
 
 def route_text(form: Granularity, aligned: Segments, other: Segments) -> str:
@@ -139,8 +142,18 @@ def traced_route(text: str) -> str:
     return found and found + text.removeprefix(route)
 
 
+def in_dtype(text: str, dtype: torch.dtype) -> str:
+    """A route without other parts yet, for operands and outputs of this dtype; `PLAIN` has none."""
+    return text and text + FLOAT16 if dtype is float16 else text
+
+
+def dtype_of(text: str) -> torch.dtype:
+    """The dtype of operands and outputs of a route that has kernels, or of those of a plan."""
+    return float16 if FLOAT16 in text else bfloat16
+
+
 def kernels_of(text: str) -> str:
-    """A route without its switch and its check."""
+    """A route without its dtype, its switch and its check."""
     return ";".join(text.split(";", 3)[:3])
 
 
@@ -299,7 +312,8 @@ def _load_route(text: str, device: torch.device) -> _LoadedRoute:
         _ROUTES.clear()
     check = sampled_check.check_of(text)
     watch = sampled_check.watch_named(check) if check else None
-    loaded = _LoadedRoute(form, (starts[0], starts[1]), (kernels[0], kernels[1]), watch)
+    both_kernels = kernels[0], kernels[1]
+    loaded = _LoadedRoute(form, (starts[0], starts[1]), both_kernels, watch, dtype_of(text))
     if turns == _turns[0]:  # else a switch was turned meanwhile: the next call loads it again
         _ROUTES[text, device] = loaded
     return loaded
@@ -318,9 +332,9 @@ def multiply(
     """``a @ b + bias`` by the kernel of a route at this m.
 
     Args:
-        a: ``[m, k]``, bfloat16.
-        b: ``[k, n]``, bfloat16, or a float32 weight: quantizers read it directly, a bfloat16
-            product rounds it first. None: only ``data`` is available.
+        a: ``[m, k]``, of the dtype of the route, bfloat16 or float16.
+        b: ``[k, n]``, of that dtype, or a float32 weight: quantizers read it directly, an
+            unquantized product rounds it first. None: only ``data`` is available.
         data: FP8 data of ``b.t()`` from `quantize_weight`; None if the kernel has to quantize b.
         scale: The scales of ``data``. Both may be views as bytes.
         bias: ``[n]``, or None.
@@ -388,7 +402,8 @@ def find_activator(activating: str, route: str, m: int, k: int) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _cached_activator(activating: str, route: str, m: int, k: int) -> str:
-    by_rows = form_of_left(route, m, k) == Granularity.ROW.value
+    # Kernels that activate read bfloat16.
+    by_rows = form_of_left(route, m, k) == Granularity.ROW.value and FLOAT16 not in route
     return kernel_at(activating, m) if by_rows else ""
 
 
@@ -511,17 +526,17 @@ def _multiply(
     if kernel is None or not m:
         assert a is not None
         if b is None:
-            b = _dequantized(*_typed(data, scale, loaded.form, whole), loaded.form)
+            b = _dequantized(*_typed(data, scale, loaded.form, whole), loaded.form, a.dtype)
         else:
             b = b.to(a.dtype)
         if bias is None or apart:
             return torch.mm(a, b) if bias is None else torch.mm(a, b).add_(bias)
         return torch.addmm(bias, a, b)
-    out = _empty(whole, b, data, torch.float32 if is_wide else torch.bfloat16)
+    out = _empty(whole, b, data, torch.float32 if is_wide else loaded.dtype)
     data, scale = _typed(data, scale, loaded.form, whole)
     right: Tensor | QuantizedTensor
     if not kernel.parts:  # a library that quantizes itself
-        left, b = None, None if b is None else b.to(torch.bfloat16)
+        left, b = None, None if b is None else b.to(loaded.dtype)
     if data is None and b is not None and (left is not None or b.dtype is torch.float32):
         data, scale = _quantize_weight(b.t(), loaded.form.value)
     if data is not None:
@@ -564,10 +579,12 @@ def _typed(
     return data.view(_fp8_of(x)), scale.view(torch.float32)[:, :width]
 
 
-def _dequantized(data: Tensor | None, scale: Tensor | None, form: Granularity) -> Tensor:
-    """The right operand in bfloat16, from its FP8 form."""
+def _dequantized(
+    data: Tensor | None, scale: Tensor | None, form: Granularity, dtype: torch.dtype
+) -> Tensor:
+    """The right operand in bfloat16 or float16, from its FP8 form."""
     assert data is not None
-    return dequantize(QuantizedTensor(data, scale, form, True))
+    return dequantize(QuantizedTensor(data, scale, form, True), Format.of(dtype))
 
 
 def _launch_scaled(
@@ -638,7 +655,7 @@ def row_major(x: Tensor, apart: bool = False) -> Tensor:
 
 
 def _empty(
-    a: Tensor, b: Tensor | None, data: Tensor | None, dtype: torch.dtype = torch.bfloat16
+    a: Tensor, b: Tensor | None, data: Tensor | None, dtype: torch.dtype = bfloat16
 ) -> Tensor:
     """An empty output."""
     n = b if b is not None else data
@@ -661,13 +678,14 @@ def _multiply_fake(
 ) -> Tensor:
     whole = left if a is None else a
     assert whole is not None
-    return _empty(whole, b, data)
+    return _empty(whole, b, data, dtype_of(route))
 
 
 def _weight_gradient(grad: Tensor, x: Tensor, route: str) -> Tensor:
     """``grad.t() @ x`` by the kernel of a route at the number of rows."""
     if _is_left_to_torch(grad, x, route):
-        return torch.mm(grad.t().to(torch.bfloat16), x.to(torch.bfloat16))
+        dtype = dtype_of(route)
+        return torch.mm(grad.t().to(dtype), x.to(dtype))
     return _multiply(grad.t(), x, None, None, None, route)
 
 
@@ -739,7 +757,7 @@ def _add_weight_gradient(
             total.add_(_weight_gradient(grad, x, route))
         elif x.is_cuda and not _IS_AMD:
             torch.ops.aten.addmm.dtype_out(total, grad.t(), x, torch.float32, out=total)
-        else:  # torch adds bfloat16 products to float32 on NVIDIA GPUs only
+        else:  # torch adds such products to float32 on NVIDIA GPUs only
             total.addmm_(grad.t().float(), x.float())
 
 
@@ -755,8 +773,8 @@ def _delayed_gemm(
     """``a @ b + bias`` by a route, with scales of earlier steps, see `Delayed`.
 
     Args:
-        a: ``[m, k]``, bfloat16.
-        b: ``[k, n]``, bfloat16 or float32.
+        a: ``[m, k]``, of the dtype of the route.
+        b: ``[k, n]``, of that dtype or float32.
         bias: ``[n]``, or None.
         scales: Of the layer.
         amax: That of the products of the forward or of the backward pass.
@@ -769,7 +787,7 @@ def _delayed_gemm(
         return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
     left, right = _quantize_delayed(a, b.t(), scales, amax, route, product)
     assert left.scale is not None  # FP8 has scales
-    out = _empty(a, b, None)
+    out = _empty(a, b, None, dtype_of(route))
     _launch_scaled(kernel, left.data, left.scale, right.t(), out, bias)
     if sampled_check.is_checked(route):
         watch = sampled_check.watch_named(sampled_check.check_of(route))
@@ -818,9 +836,9 @@ def _scales_of(kernel: Kernel) -> tuple[Granularity, Granularity]:
 
 
 def _weight_gradient_fake(
-    grad: Tensor, x: Tensor, route: str, dtype: torch.dtype = torch.bfloat16
+    grad: Tensor, x: Tensor, route: str, dtype: torch.dtype | None = None
 ) -> Tensor:
-    return grad.new_empty((grad.shape[1], x.shape[1]), dtype=dtype)
+    return grad.new_empty((grad.shape[1], x.shape[1]), dtype=dtype or dtype_of(route))
 
 
 def _quantize_weight(weight: Tensor, scales: str) -> tuple[Tensor, Tensor]:
@@ -869,7 +887,9 @@ plain_op(
     tags=_ANY_LAYOUT,
 )
 torch.library.register_fake(
-    "lokakern::delayed_gemm", lambda a, b, *_: _empty(a, b, None), lib=_LIBRARY
+    "lokakern::delayed_gemm",
+    lambda a, b, bias, scales, amax, route, product: _empty(a, b, None, dtype_of(route)),
+    lib=_LIBRARY,
 )
 recorded_op(
     _LIBRARY, "quantize_weight(Tensor weight, str scales) -> (Tensor, Tensor)", _quantize_weight,
@@ -900,8 +920,9 @@ torch.library.register_fake("lokakern::quantize_weight", _quantize_weight_fake, 
 class RoutedLinear(torch.autograd.Function):
     """``x @ weight.t() + bias`` and its gradients, each of the three products by its route.
 
-    The weight is bfloat16, or float32 where autocast would round it: see `multiply`. Gradients that
-    are differentiated again (``create_graph=True``) are those of `nn.Linear`, unquantized.
+    The weight is of the dtype of x, or float32 where autocast would round it: see `multiply`.
+    Gradients that are differentiated again (``create_graph=True``) are those of `nn.Linear`,
+    unquantized.
 
     Arguments are flat, as torch.compile requires: the FP8 weights for the output and for the
     gradient of the input (None: kernels quantize it), three routes, the static scale of x or "",

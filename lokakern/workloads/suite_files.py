@@ -9,7 +9,7 @@
     k = 1024
     distribution = "X5"                    # of X; default X1
     bias = true                            # default false
-    format = "float32"                     # of X, W and Y; default bfloat16
+    format = "float32"                     # of X, W and Y, or float16; default bfloat16
     name = "mlp.0"                         # for `explain --shapes`; default "layer 1"
     count = 3                              # for the same, uses in a step; default 1
     forms = ["gemm", "prepared", "scaled_gemm", "quantize", "grad_input", "grad_weight"]
@@ -45,7 +45,8 @@ with 1x128 scales, the output likewise, or with a static scale where a norm boun
 is a bias, a norm (layer, rms or block_rms(columns), with affine), and an activation or a cross,
 joined by +, such as "bias+relu" or "bias+cross". The default is gemm, prepared and quantize; for a
 batch gemm, because no quantized form has batches. ``bias`` applies to gemm and prepared. A scaled
-GEMM writes bfloat16, and activate and chain read it, so that a float32 layer has none of them.
+GEMM writes bfloat16, and activate and chain read it, so that layers in float16 and float32 have
+none of them.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ MOST_CASES = 100_000
 LARGEST_SIZE = 2**31 - 1
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._-]{0,99}")
 FILE_KEYS = ("name", "title", "layer")
-FORMATS = ("bfloat16", "float32")
+FORMATS = ("bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,7 +400,9 @@ def _forms(entry: dict[str, Any], batch: int, form: Format, where: str) -> tuple
                 f"{where}: form {name!r} takes no batch, and batch is {batch}; expected some of "
                 f"{', '.join(BATCHED_FORMS)}"
             )
-        if form is Format.FLOAT32 and name in ("scaled_gemm", "activate", "chain"):
+        if form is not Format.BFLOAT16 and name in ("scaled_gemm", "activate", "chain"):
             verb = "writes" if name == "scaled_gemm" else "reads"
-            raise SuiteError(f"{where}: form {name!r} {verb} bfloat16; leave it out of float32")
+            raise SuiteError(
+                f"{where}: form {name!r} {verb} bfloat16; leave it out of {form.value}"
+            )
     return tuple(dict.fromkeys(forms))

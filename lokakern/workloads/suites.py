@@ -244,6 +244,9 @@ def _float16(fp8: Format) -> Iterator[Case]:
             fields = quantized_output(fp8, granularity)
             yield Case.of("quantize", (m, k), "X1", a=half, **fields)
             yield Case.of("quantize_transpose", (m, k), "X1", a=half, **fields)
+        fields = quantized_output(fp8, Granularity.ROW)
+        for epilogue in ("layer+affine", "rms", "relu"):
+            yield Case.of("norm_quantize", (m, k), "X1", a=half, epilogue=epilogue, **fields)
 
 
 MX_GPUS = frozenset({"sm_100", "gfx950"})
@@ -270,7 +273,7 @@ SUITES: dict[str, Suite] = {
         Suite("lrm-backward", "gradients of their inputs and weights", _lrm_backward),
         Suite("norms", "the 27 anchors, each followed by a norm; norms of rows", _norms),
         Suite("narrow", "many rows, at most 64 outputs: bound by the bytes of a", _narrow),
-        Suite("float16", "products and quantizers in float16", _float16),
+        Suite("float16", "products, quantizers and norms of rows in float16", _float16),
         Suite("mx", "scales of 1x32, for GPUs that multiply with them", _mx, MX_GPUS),
     )
 }

@@ -490,13 +490,13 @@ class Odd(nn.Linear):
 
 
 def test_skipped_layers_have_reasons(known: Book, capsys: pytest.CaptureFixture[str]) -> None:
-    model = nn.Sequential(nn.Linear(K, N), Odd(N, N), nn.Linear(N, N).half(), nn.Linear(N, 1))
+    model = nn.Sequential(nn.Linear(K, N), Odd(N, N), nn.Linear(N, N).double(), nn.Linear(N, 1))
     found = convert(model, 0.06, device=H200, filter=lambda module, name: name != "3")
     assert list(found.sites) == ["0"] and set(found.skipped) == {"1", "2"}
     assert [type(m) for m in model] == [Linear, Odd, nn.Linear, nn.Linear]
     found.table()
     out = capsys.readouterr().out
-    assert "it is a Odd, which may do more" in out and "its weight is torch.float16" in out
+    assert "it is a Odd, which may do more" in out and "its weight is torch.float64" in out
     assert ROW_KERNEL in out and "grad_weight" in out
     attention = nn.MultiheadAttention(16, 2, add_zero_attn=True)
     with pytest.raises(UnknownNameError, match=r"out_proj: nn\.MultiheadAttention reads its"):

@@ -459,7 +459,7 @@ def test_a_layer_that_the_loss_calls_in_float32_is_not_judged(known: Book) -> No
         "the loss multiplies torch.float32 by weights in torch.float32, unquantized, as kernels "
         "need bfloat16: not judged, stays"
     )
-    assert f"; not judged, as operands were not bfloat16: {EVERY[1]}" in found.summary
+    assert f"; not judged, as kernels do not take the operands: {EVERY[1]}" in found.summary
     assert "rows are others" not in found.summary
     assert in_fp8(handle) == EVERY[1:]
 

@@ -29,6 +29,7 @@ from lokakern.types import (
     Epilogue,
     Format,
     Granularity,
+    NormEpilogue,
     Operand,
     Problem,
     Rejected,
@@ -36,6 +37,7 @@ from lokakern.types import (
 from lokakern.workloads.suites import SUITES
 from tests.kernels.test_kernels import launch_scaled_gemm, poisoned
 from tests.support.kernel_cases import cases, kernel_here
+from tests.support.norm_runs import Run, epilogue_of
 
 HALF = Format.FLOAT16
 H200 = Device("nvidia", "NVIDIA H200", "sm_90", 132, 141)
@@ -280,6 +282,93 @@ def test_float16_does_not_mix_with_bfloat16() -> None:
         lokakern.gemm_norm(x, x.t(), norm="rms")
 
 
+# --- norms of rows
+
+NORMED = taking("norm_quantize")
+WIDTHS = (8, 192, 1000, 1024, 2048, 4104)
+FORMS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
+    ("layer", {"activation": "silu"}, ("norm_weight", "norm_bias")),
+    ("rms", {"residual": 1, "activation": "hardswish"}, ("norm_weight",)),
+    ("rms", {}, ()),
+    ("block_rms(8)", {"residual": 1, "residual_last": True}, ()),
+    ("layer", {"gate": 1}, ()),
+    ("none", {"x0": 1, "x": 1}, ("norm_bias",)),
+    ("none", {"activation": "relu"}, ()),
+    ("none", {"activation": "silu"}, ()),
+)
+
+
+@pytest.mark.parametrize(("name", "where"), NORMED)
+def test_rows_are_normalized_and_quantized(name: str, where: str) -> None:
+    """Also rows without a norm that are activated; vectors are float16 or float32."""
+    kernel, taken = kernel_here(name, where), 0
+    for columns, (norm, last, vectors) in itertools.product(WIDTHS, FORMS):
+        for granularity in (Granularity.ROW, Granularity.GROUP, Granularity.TENSOR):
+            taken += check_norm(kernel, where, columns, granularity, norm, last, vectors)
+    assert taken > 10
+
+
+def check_norm(
+    kernel: Any, where: str, columns: int, granularity: Granularity, norm: str,
+    last: dict[str, Any], vectors: tuple[str, ...],
+) -> bool:  # fmt: skip
+    """Check a kernel against float64; returns whether it takes the problem."""
+    x, epilogue = normed(where, columns, norm, last, vectors)
+    return Run(kernel, x, None, epilogue, granularity).check()
+
+
+def normed(
+    where: str, columns: int, norm: str, last: dict[str, Any], vectors: tuple[str, ...]
+) -> tuple[Tensor, NormEpilogue]:
+    """Rows and what follows, in float16, or in float32 of long vectors."""
+    epilogue = epilogue_of(norm, last, vectors, columns > 1000, 37, columns, where)
+    epilogue = epilogue._replace(**{
+        key: value.to(HALF.dtype) for key, value in epilogue._asdict().items()
+        if isinstance(value, Tensor) and value.dtype is torch.bfloat16
+    })  # fmt: skip
+    x = torch.randn(37, columns, generator=torch.Generator().manual_seed(columns))
+    x *= torch.logspace(-4, 3, 37).unsqueeze(1)
+    x[5] = 0.0
+    return x.to(HALF.dtype).to(where), epilogue
+
+
+@pytest.mark.parametrize(("name", "where"), NORMED)
+def test_relu_and_a_quantizer_give_the_bytes_of_both(name: str, where: str) -> None:
+    """Of rows with NaN, infinities and the largest numbers, which start anywhere."""
+    kernel = kernel_here(name, where)
+    for columns, skipped in itertools.product((64, 96, 2048, 2053), (0, 1, 8)):
+        x = hostile(40, columns + 24, where)[:, skipped : skipped + columns]
+        epilogue = NormEpilogue(activation="relu")
+        made = Run(kernel, x, None, epilogue, Granularity.ROW)
+        if isinstance(made.answer, Rejected):
+            continue
+        expected = numerics.quantize(torch.relu(x), made.form, Granularity.ROW)
+        assert torch.equal(made.out.scale, expected.scale)
+        left, right = (q.data.float().nan_to_num(-1.0) for q in (made.out, expected))
+        # Kernels of norms multiply by a reciprocal: a step of FP8 at most.
+        step = 0.0 if "activate" in name or "torch" in name else 0.125
+        assert ((left - right).abs() <= step * right.abs()).all()
+
+
+def test_norm_quantize_takes_float16() -> None:
+    x = torch.randn(40, 96).to(HALF.dtype)
+    weight = torch.rand(96).to(HALF.dtype) + 0.5
+    for options in ({"norm": "none", "activation": "relu"}, {"norm": "rms", "out_scale": "static"},
+                    {"norm": "layer", "norm_weight": weight, "granularity": "1x128"}):  # fmt: skip
+        made = lokakern.norm_quantize(x, **options)  # type: ignore[arg-type]
+        traced = torch.compile(lokakern.norm_quantize, backend="aot_eager")(x, **options)
+        wide = lokakern.norm_quantize(x.bfloat16(), **{
+            k: v.bfloat16() if isinstance(v, Tensor) else v for k, v in options.items()
+        })  # type: ignore[arg-type]  # fmt: skip
+        y, z = lokakern.dequantize(made, "float32"), lokakern.dequantize(wide, "float32")
+        assert torch.equal(made.data.view(torch.uint8), traced.data.view(torch.uint8))
+        assert 0 < (y - z).norm() < 0.05 * z.norm()
+    assert lokakern.norm_quantize(x[:0], norm="rms").data.shape == (0, 96)
+    for wrong in ({"norm_weight": weight.bfloat16()}, {"residual": x.bfloat16()}):
+        with pytest.raises(lokakern.errors.LokakernError, match=r"expected .*torch\.float16"):
+            lokakern.norm_quantize(x, norm="rms", **wrong)
+
+
 # --- programs
 
 
@@ -312,7 +401,8 @@ def test_programs_for_float16_are_of_their_own_sources() -> None:
 def test_launches_are_those_of_bfloat16_with_other_sources() -> None:
     """Equal macros, of compositions too."""
     found: set[str] = set()
-    for case in SUITES["float16"].cases(H200)[::6]:
+    every = SUITES["float16"].cases(H200)
+    for case in (*every[::6], *(x for x in every if x.problem.op == "norm_quantize")):
         for kernel in KERNELS.values():
             if kernel.language != "cuda" or isinstance(
                 kernel.supports(case.problem, H200), Rejected
@@ -350,13 +440,10 @@ def test_one_step_of_the_division_rounds_all_quotients_correctly() -> None:
 
 
 def test_what_is_written_for_bfloat16_says_so() -> None:
-    """Norms and sums that are never promoted."""
+    """Products with norms, gradients, and sums that are never promoted."""
     wide = Operand(HALF)
-    for op, shape, fields in (
-        ("gemm_norm", (512, 256, 256), {"a": wide, "epilogue": "rms"}),
-        ("norm_quantize", (512, 256), {"a": wide, "epilogue": "rms"}),
-    ):
-        problem = make_problem(op, shape, **fields)
+    for op, shape in (("gemm_norm", (512, 256, 256)), ("norm_backward", (512, 256))):
+        problem = make_problem(op, shape, a=wide, epilogue="rms")
         for name, kernel in KERNELS.items():
             if kernel.op == op:
                 assert isinstance(kernel.supports(problem, H200), Rejected), name

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from lokakern.nn import graph_passes, short_attention
 from lokakern.nn.graph_edit import add
+from lokakern.nn.routed_matmul import in_dtype
 from tests.support.interpreted import run_interpreted
 from tests.support.routed_layers import ROUTE, layer_of
 from tests.support.traced_graphs import graphs_of, passed
@@ -183,6 +184,17 @@ def test_a_training_has_an_op_each_way(attend: Attend, kind: type[nn.Module]) ->
     assert code.count("short_attention_gradients.default") == 1
     assert "bmm" not in code and "exp" not in code.replace("expand", "")
     compare_steps(model, found, *inputs)
+
+
+@pytest.mark.parametrize("attend", [masked, by_silu])
+def test_an_attention_behind_a_product_in_float16_has_ops_too(attend: Attend) -> None:
+    model = Model(attend)
+    model.inputs.half().take_routes((in_dtype(ROUTE, torch.float16), "", ""), model.inputs.weight)
+    x, present = given()
+    found, code = trained(model, x.half(), present)
+    assert code.count("short_attention.default") == code.count("attention_gradients.default") == 1
+    assert ";float16" in code and found[0].dtype is torch.float16
+    compare_steps(model, found, x.half(), present)
 
 
 def unmatched(name: str) -> Attend:

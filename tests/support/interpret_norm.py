@@ -50,18 +50,19 @@ LENGTHS = (
 
 
 def vectors(
-    words: tuple[str, ...], rows: int, columns: int, generator: torch.Generator
-) -> dict[str, Any]:
-    """Arguments of a `NormEpilogue`, float32 vectors and bfloat16 matrices of padded rows."""
+    words: tuple[str, ...], rows: int, columns: int, generator: torch.Generator,
+    half: torch.dtype = torch.bfloat16,
+) -> dict[str, Any]:  # fmt: skip
+    """Arguments of a `NormEpilogue`, float32 vectors and matrices of padded rows in ``half``."""
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
     def matrix() -> Tensor:
-        return random(rows, columns + 5).bfloat16()[:, :columns]
+        return random(rows, columns + 5).to(half)[:, :columns]
 
     given: dict[str, Any] = {"residual_last": "residual_last" in words}
-    dtype = torch.bfloat16 if "gate" in words else torch.float32
+    dtype = half if "gate" in words else torch.float32
     for name in ("bias", "norm_weight", "norm_bias"):
         if name in words or ("affine" in words and name != "bias"):
             given[name] = random(columns).to(dtype)
@@ -174,9 +175,11 @@ def check_gemm_norm(kernel: Kernel) -> Iterator[str]:
 def check_norm_quantize(kernel: Kernel) -> Iterator[str]:
     tails = itertools.cycle(TAILS)
     for index, (m, k, norm) in enumerate(LENGTHS):
-        for form, granularity in (OUTS[0], OUTS[1 + index % 5], OUTS[1 + (index + 2) % 5]):
+        dtype = (torch.bfloat16, torch.float16, torch.bfloat16, torch.float32)[index % 4]
+        half = torch.float16 if dtype is torch.float16 else torch.bfloat16
+        outs = (OUTS[0], OUTS[1 + index % 5], OUTS[1 + (index + 2) % 5])
+        for form, granularity in outs[half is torch.float16 :]:  # the first is bfloat16
             generator = torch.Generator().manual_seed(1000 * index + m)
-            dtype = torch.float32 if index % 4 == 3 else torch.bfloat16
             x = torch.randn(m, k + 3, generator=generator)[:, :k]
             x += 30.0 * torch.randn(m, 1, generator=generator)  # means far from 0
             x[m // 3] = 0.0
@@ -186,7 +189,7 @@ def check_norm_quantize(kernel: Kernel) -> Iterator[str]:
                 x[spoiled, k // 3] = float("nan")
             x = x.to(dtype)
             words = next(tails)
-            epilogue = NormEpilogue(norm, **vectors(words, m, k, generator))
+            epilogue = NormEpilogue(norm, **vectors(words, m, k, generator, half))
             out = poisoned(m, k, form, granularity, epilogue)
             kernel.launch(x, out, epilogue, ())
             exact, magnitude = ops.normalized(*ops.norm_rows(x), epilogue)

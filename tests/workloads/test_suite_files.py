@@ -179,6 +179,7 @@ NAMED = 'name = "a"\n'
         (NAMED + LAYER + 'batch = 2\nforms = ["gemm", "prepared"]',
          "'prepared' takes no batch, and batch is 2; expected some of gemm, grad_input"),
         (NAMED + LAYER + 'format = "float32"\nforms = ["scaled_gemm"]', "writes bfloat16"),
+        (NAMED + LAYER + 'format = "float16"\nforms = ["scaled_gemm"]', "leave it out of float16"),
         (NAMED + LAYER + 'activation = "relu"\nformat = "float32"\nforms = ["activate"]',
          "reads bfloat16"),
         (NAMED + LAYER + 'activation = "gelu"\nforms = ["activate"]', "expected one of relu, hard"),

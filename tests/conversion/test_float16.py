@@ -1,0 +1,296 @@
+"""`convert` for float16: choices by errors with it, dtypes of calls, and what it leaves alone."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lokakern
+from lokakern import mods
+from lokakern.conversion.compile_backend import Options, replace_products
+from lokakern.conversion.convert import Conversion
+from lokakern.conversion.routes import GEMMS, problem_of
+from lokakern.errors import ChoicesError, FormatError, UnsupportedError
+from lokakern.functional import checks
+from lokakern.nn.graph_products import linear_products
+from lokakern.nn.linear import Linear
+from lokakern.nn.norm_gradient import KERNEL as GRADIENT_KERNEL
+from lokakern.nn.rectified import KERNEL as RELU_KERNEL
+from lokakern.nn.routed_matmul import FLOAT16, PLAIN
+from lokakern.problems import make_problem
+from lokakern.selection import dispatcher
+from lokakern.types import Format
+from lokakern.workloads.suite_files import suite_from_file
+from tests.support.conversions import H200, report_of, verdict
+from tests.support.measurements import BF16, Book, accuracy, time
+from tests.support.measurements import H200 as DEVICE
+from tests.support.routed_layers import passed, same
+
+HALF = torch.float16
+FP8 = "cuda.quantize_row+cuda.scaled_gemm_row"
+M, N, K = 256, 64, 48
+WHERE = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
+convert = functools.partial(lokakern.convert, distribution="X1", device=H200)
+
+
+def rows_of(form: Format = Format.BFLOAT16, *, has_times: bool = True) -> list[Any]:
+    """Times of all products of a layer, by which FP8 gains, and errors at 0.04 with a format."""
+    found = []
+    for gemm in GEMMS:
+        problem = problem_of(gemm, M, N, K)
+        if has_times:
+            found += [time(BF16, problem, 8.0), time(FP8, problem, 4.0)]
+        measured = problem_of(gemm, M, N, K, half=form)
+        found.append(accuracy(FP8, measured, 0.04, only=("X1",)))
+    return found
+
+
+@pytest.fixture
+def unmeasured(tmp_path: Path) -> Iterator[Book]:
+    """Errors with bfloat16 alone, and times of a relu in a product, and of gradients in one op."""
+    relu = time(RELU_KERNEL, make_problem("gemm_norm", (512, 8, 8), epilogue="bias+relu"), 3.0)
+    gradient = make_problem(
+        "norm_backward", (512, 8), epilogue="bias+relu", out_format=Format.BFLOAT16
+    )
+    book = Book(tmp_path / "rows.sqlite")
+    book.write(*rows_of(), relu, time(GRADIENT_KERNEL, gradient, 3.0)).use()
+    yield book
+    dispatcher.use_snapshot(None)
+
+
+@pytest.fixture
+def known(unmeasured: Book) -> Book:
+    return unmeasured.write(*rows_of(Format.FLOAT16, has_times=False))
+
+
+def model_of(dtype: torch.dtype = HALF) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(K, N, bias=False), nn.ReLU(), nn.Linear(N, 8)).to(dtype)
+
+
+def batch(columns: int = K, seed: int = 1) -> Tensor:
+    return torch.randn(M, columns, generator=torch.Generator().manual_seed(seed)).to(HALF)
+
+
+def texts(handle: Conversion, site: str = "0") -> list[str]:
+    return list(handle.sites[site].module._routes)
+
+
+# ---- what is chosen ----
+
+
+def test_errors_with_float16_decide_and_times_are_those_with_bfloat16(
+    unmeasured: Book, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for model, options in ((model_of(), {}), (model_of(torch.float32), {"dtype": HALF})):
+        handle = convert(model, 0.06, **options)
+        assert texts(handle) == [PLAIN] * 3
+        rows = [row for row in handle.choices if row["site"] == "0"]
+        assert {row["choice"] for row in rows} == {"float16"} and rows[0]["us"] == [8.0]
+        assert all("error not measured" in row["why"] for row in rows)
+        handle.table()
+        told = " ".join(capsys.readouterr().out.split())
+        assert "float16: times are those with bfloat16" in told
+        assert "that of bfloat16, which has as many bytes" in handle.explain("0")
+        unmeasured.write(*rows_of(Format.FLOAT16, has_times=False))
+        assert handle.refresh() == [f"0/{gemm}" for gemm in GEMMS]
+        assert all(FP8 in text and FLOAT16 in text for text in texts(handle))
+        assert {row["choice"] for row in handle.choices if row["site"] == "0"} == {FP8}
+        words = " under float16 autocast" if options else ""
+        assert f"3 of 6 products quantized{words}, regime" in repr(handle)
+        unmeasured.path.unlink()
+        unmeasured.write(*rows_of())
+
+
+def test_missing_errors_are_a_suite_with_float16(unmeasured: Book, tmp_path: Path) -> None:
+    """As long as there are no times with it."""
+    path = tmp_path / "suite.toml"
+    for inference in (False, True):
+        path.write_text(convert(model_of(), 0.06, inference=inference).suite([M]))
+        problems = [case.problem for case in suite_from_file(path).cases(DEVICE)]
+        assert {p.a.format for p in problems} == {Format.FLOAT16}
+        for gemm in GEMMS[: 1 if inference else None]:
+            assert problem_of(gemm, M, N, K, half=Format.FLOAT16) in problems
+        assert not any(case.problem.op != "gemm" for case in suite_from_file(path).cases(DEVICE))
+    assert "float16" not in convert(model_of(torch.bfloat16), 0.06).suite([M])
+
+
+def test_reports_of_probe_admit_no_kernel(known: Book) -> None:
+    report = report_of(*(verdict(gemm, "row", "safe", 0.03) for gemm in GEMMS))
+    assert any(r.text for r in convert(model_of(torch.bfloat16), report).sites["0"].routes)
+    routes = convert(model_of(), report).sites["0"].routes
+    assert not any(r.text for r in routes)
+    assert "Probe judges outputs in bfloat16" in routes[0].why
+
+
+def test_what_has_no_float16_is_refused_with_the_reason(known: Book) -> None:
+    with pytest.raises(FormatError, match=r"dtype is torch\.float64; expected torch\.bfloat16"):
+        convert(model_of(torch.float32), 0.06, dtype=torch.float64)
+    for model, options in ((model_of(), {}), (model_of(torch.float32), {"dtype": HALF})):
+        with pytest.raises(FormatError, match="layers multiply in float16; leave main_grads out"):
+            convert(model, 0.06, main_grads=True, **options)
+        assert type(model[0]) is nn.Linear
+    with pytest.raises(UnsupportedError, match="watch: layers multiply in float16"):
+        convert(model_of(), 0.06).watch()
+    handle = convert(model_of(), 0.06, inference=True)
+    assert "no chains: kernels with a norm or an activation take no float16" in handle.explain()
+
+
+def test_a_tuning_in_bfloat16_is_none_for_float16(known: Book, tmp_path: Path) -> None:
+    path, given = tmp_path / "limits.json", list(torch.randn(4, M, K))
+    for dtype in (torch.bfloat16, HALF):
+        model = model_of(torch.float32).eval().requires_grad_(False)
+        handle = lokakern.convert(
+            model, kernels={"output": "row"}, device=H200, dtype=dtype, inference=True
+        )
+
+        def loss(x: Tensor, model: nn.Module = model, dtype: torch.dtype = dtype) -> Tensor:
+            with torch.autocast("cpu", dtype):
+                return 1.0 + model(x).float().square().mean()
+
+        found = handle.limit_loss(loss, given, relative=1.0)
+        assert [site.name for site in found.sites] == ["0", "2"] and not found.unjudged
+        if dtype is torch.bfloat16:
+            found.save(path)
+    with pytest.raises(UnsupportedError, match="autocast in float16, or convert all of the model"):
+        handle.limit_loss(lambda x: 1.0 + model(x).square().mean(), given)
+    again = functools.partial(
+        lokakern.convert, kernels={"output": "row"}, device=H200, inference=True, tuned=path
+    )
+    again(model_of(torch.float32), dtype=torch.bfloat16)
+    with pytest.raises(ChoicesError, match="dtype of 0 is 'float32', and here it is 'float32 in"):
+        again(model_of(torch.float32), dtype=HALF)
+
+
+# ---- what runs ----
+
+
+def test_a_model_that_was_cast_after_its_conversion(known: Book) -> None:
+    """It warns, and a refresh chooses for its new dtype."""
+    checks.warn_once.cache_clear()
+    model = model_of(torch.bfloat16)
+    handle = convert(model, 0.06)
+    plain, x = model_of(), batch()
+    model.half()
+    model.load_state_dict(plain.state_dict())
+    with pytest.warns(UserWarning, match="its kernels are for bfloat16"):
+        assert torch.equal(model(x), plain(x))
+    assert handle.refresh() == [] and FLOAT16 in texts(handle)[0]
+    assert not torch.equal(model(x), plain(x))
+    handle.undo()
+    assert type(model[0]) is nn.Linear and torch.equal(model(x), plain(x))
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("dtype", [HALF, torch.float32])
+def test_eager_and_compiled_models_run_in_float16(
+    where: str, dtype: torch.dtype, inference: bool
+) -> None:
+    """With a norm, activations, a static scale and a layer with one output behind products."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(K, 128), nn.ReLU(), nn.Linear(128, N), nn.LayerNorm(N), nn.SiLU(),
+        nn.Linear(N, 128), mods.BlockRMSNorm(128, 32), nn.Hardswish(), nn.Linear(128, 1),
+    ).to(dtype).to(where)  # fmt: skip
+    kernels = {gemm: "row" for gemm in GEMMS}
+    kernels["grad_weight"] = "1x128"
+    handle = lokakern.convert(model, kernels=kernels, inference=inference, dtype=HALF)
+    assert not handle.rectified and not handle.joined and not handle.forms
+    x = batch().to(dtype).to(where)
+    torch._dynamo.reset()
+
+    def called(call: Any) -> list[Tensor]:
+        with torch.autocast(where, HALF, enabled=dtype is not HALF):
+            if not inference:
+                y = call(x)
+                model.zero_grad()
+                y.float().square().sum().backward()
+                return [y.detach(), *(p.grad for p in model.parameters())]  # type: ignore[misc]
+            with torch.no_grad():
+                return [call(x)]
+
+    expected = called(model)
+    found = called(torch.compile(model, dynamic=False))
+    assert expected[0].dtype is HALF
+    for a, b in zip(found, expected, strict=True):
+        # Inductor does not round to float16 between operators.
+        assert a.dtype is b.dtype and a.isfinite().all()
+        assert (a.double() - b.double()).norm() <= 0.05 * b.double().norm()
+    handle.undo()
+    plain = called(model)
+    assert not same(plain, expected)
+    assert (plain[0].double() - expected[0].double()).norm() <= 0.3 * plain[0].double().norm()
+
+
+def test_relus_sums_of_biases_and_gradients_behind_layers_are_torchs(known: Book) -> None:
+    """The same model in bfloat16 has them in ops of its own; in float16 bits are those of torch."""
+    for dtype in (torch.bfloat16, HALF):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16), nn.LayerNorm(16))
+        model = model.to(dtype)
+        x, gradient = torch.randn(M, 16).to(dtype), torch.randn(M, 16).to(dtype)
+        expected = passed(model, x, gradient)
+        handle = convert(model, 0.06)
+        assert bool(handle.rectified) == bool(handle.joined) == (dtype is not HALF)
+    torch._dynamo.reset()
+    assert same(passed(model, x, gradient), expected)
+    traced = torch.compile(model, backend="aot_eager", dynamic=False)
+    assert same(passed(traced, x, gradient), expected)
+
+
+def test_a_layer_of_the_library_in_float16(known: Book) -> None:
+    layer = lokakern.Linear(K, N, dtype=HALF, budget=0.06, distribution="X1")
+    assert layer(batch()).dtype is HALF
+    product = lokakern.LinearNormAct(K, N, dtype=HALF, norm="rms", activation="silu")
+    handle = lokakern.convert(product, kernels="row", inference=True)
+    with torch.no_grad():
+        y = Linear.forward(product, batch())
+        expected = nn.functional.silu(product.norm(y))
+        assert torch.equal(product(batch()), expected)
+    assert not handle.spans
+
+
+def test_delayed_scaling_and_checks(known: Book) -> None:
+    layer = nn.Linear(K, N).half()
+    handle = lokakern.convert(layer, kernels="tensor", scaling="delayed", check="1:8")
+    x, gradient = batch(), batch(N, seed=2)
+    first = passed(layer, x, gradient)
+    handle.delayed_scaling.update()
+    assert same(passed(layer, x, gradient), first) and first[0].dtype is HALF
+    found = {row["site"]: row for row in handle.checks}
+    assert found["/output"]["checks"] == 2 and 0 < found["/output"]["row_err"] < 0.1
+    with torch.no_grad():
+        layer.weight.fill_(60000.0)
+        assert layer(x.abs() + 1.0).isinf().all()
+    assert {row["site"]: row for row in handle.checks}["/output"]["row_err"] == 1.0
+
+
+@pytest.mark.parametrize("dtype", [HALF, torch.float32])
+def test_the_backend_of_torch_compile_takes_it(known: Book, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(K, N)).to(dtype)
+    found: list[str] = []
+
+    def backend(gm: torch.fx.GraphModule, _: Any) -> Any:
+        asked, _options = Options.read({"budget": 0.06, "device": H200, "distribution": "X1"}, None)
+        products = linear_products(gm)
+        assert [(p.dtype, p.why_not) for p in products] == [(HALF, "")]
+        assert replace_products(gm, asked)
+        gm.recompile()
+        found.extend(str(node.args[3]) for node in gm.graph.nodes if len(node.args) == 7)
+        return gm
+
+    torch._dynamo.reset()
+    x = batch().to(dtype)
+    with torch.autocast("cpu", HALF, enabled=dtype is not HALF):
+        y = torch.compile(model, backend=backend)(x)
+        converted = lokakern.convert(model, 0.06, device=H200, distribution="X1", dtype=HALF)
+        assert y.dtype is HALF and torch.equal(y, model(x))
+    assert found == [converted.sites["0"].module._routes[0]] and FLOAT16 in found[0]

@@ -1,0 +1,94 @@
+"""Programs for norms of rows in float16, compiled for sm_90 and compared with those of bfloat16."""
+
+from __future__ import annotations
+
+import functools
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from lokakern import nvrtc
+from lokakern.kernels.cuda import activate_quantize, half, norm_quantize
+from lokakern.kernels.cuda.norm_quantize import Signature
+from lokakern.nvrtc import Program
+from lokakern.registry.register import load_kernels
+from tests.support.disassembly import disassembled, tool
+from tests.support.norm_programs import ACTIVATED, E4M3, SIGNATURES
+from tests.support.sharing import shared_folder
+
+load_kernels()  # with what binds them for float16
+
+
+def programs() -> dict[str, tuple[Program, Program]]:
+    """That for bfloat16, and that for float16."""
+    found = {}
+    for columns, activation in ACTIVATED:
+        easy = columns % 8 == 0
+        found[f"activate_quantize {columns} {activation}"] = tuple(
+            activate_quantize.bind(columns, activation, easy, easy, dtype, E4M3).launch.program
+            for dtype in (torch.bfloat16, torch.float16)
+        )
+    for words, fields in SIGNATURES.items():
+        for columns in (192, 8192):
+            is_to_fp8, is_of_halves = fields[-2] == 1, fields[0] == 2
+            if is_to_fp8 and is_of_halves and not (fields[2] and columns % fields[2]):
+                launch = norm_quantize.bind(Signature(columns, *fields)).launch  # type: ignore[arg-type]
+                both = launch.program, half._in_half(launch).program
+                found[f"norm_quantize {columns} {words}"] = both
+    return found
+
+
+PROGRAMS = programs()
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOKAKERN_CACHE", str(shared_folder("compiled")))
+
+
+@functools.cache
+def registers(code: bytes) -> tuple[int, int]:
+    """Of a thread, and bytes that it spills."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(code)
+        command = [tool("cuobjdump"), "--dump-resource-usage", file.name]
+        shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    used, stack, local = (
+        int(re.search(rf"\b{what}:(\d+)", shown).group(1))  # type: ignore[union-attr]
+        for what in ("REG", "STACK", "LOCAL")
+    )
+    return used, stack + local
+
+
+@pytest.mark.parametrize("name", list(PROGRAMS))
+def test_float16_takes_no_more_of_a_multiprocessor(name: str) -> None:
+    """As many warps fit, nothing spills, and elements are converted in hardware."""
+    plain, halved = PROGRAMS[name]
+    assert plain.macros == halved.macros and plain.source != halved.source
+    codes = [nvrtc.cubin(program, "sm_90") for program in (plain, halved)]
+    (before, _), (after, spilled) = map(registers, codes)
+    assert spilled == 0
+    assert -(-after // 8) <= -(-before // 8), f"{after} registers, {before} with bfloat16"
+    words = re.findall(
+        r"/\*[0-9a-f]{4,6}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Za-z0-9_.]+)", disassembled(codes[1:])[0]
+    )
+    assert not any("BF16" in word for word in words)
+    assert any(word.startswith("HADD2.F32") for word in words)
+    assert any(word.startswith("F2FP.SATFINITE.E4M3") for word in words)
+    assert 0 < words.index("ACQBULK") < words.index("PREEXIT")
+
+
+def test_programs_of_bfloat16_and_float32_are_of_their_own_sources() -> None:
+    sources = {
+        dtype: Path(
+            activate_quantize.bind(64, "relu", True, True, dtype, E4M3).launch.program.source
+        ).name
+        for dtype in (torch.bfloat16, torch.float16, torch.float32)
+    }
+    assert list(sources.values()) == [
+        "activate_quantize.cu", "half_activate_quantize.cu", "activate_quantize.cu",
+    ]  # fmt: skip
