@@ -1,12 +1,14 @@
 """Memory that launches leave as they found it: zeros at first, and taken in turns afterwards.
 
 A launch on a stream waits for the one before, so that all of a stream share one. A graph may be
-replayed on any stream, and so may what keeps its scratch: these have their own.
+replayed on any stream, and so may what keeps its scratch: these have their own. What is kept is
+made by another thread (`outlasting`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -51,6 +53,26 @@ def zeros(byte_count: int, device: torch.device) -> Tensor:
     key = (device.index or 0, torch.cuda.current_stream(device).cuda_stream)
     found = _OF_STREAM.get(key)
     if found is None or found.numel() < byte_count:
-        found = torch.zeros(byte_count, dtype=torch.uint8, device=device)
+        found = outlasting(
+            device, lambda: torch.zeros(byte_count, dtype=torch.uint8, device=device)
+        )
         _OF_STREAM[key] = found
     return found
+
+
+def outlasting(device: torch.device, make: Callable[[], Tensor]) -> Tensor:
+    """What ``make`` allocates on the current stream of a device, to be kept beyond the call.
+
+    In mode="reduce-overhead" torch.compile lets a thread allocate in the pool of a CUDA graph, and
+    raises an error for what outlives the call, or overwrites it. So another thread makes it.
+    """
+    if device.type != "cuda":
+        return make()
+    stream = torch.cuda.current_stream(device)
+
+    def work() -> Tensor:
+        with torch.cuda.stream(stream):
+            return make()
+
+    with ThreadPoolExecutor(1, "lokakern-memory") as threads:
+        return threads.submit(work).result()

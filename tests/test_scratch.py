@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
+from torch import Tensor
 
+import lokakern
 from lokakern import scratch
 from lokakern.kernels.cuda import gemm_norm
 from lokakern.norm import norm_named
@@ -29,6 +35,53 @@ def test_scratch_is_zeros() -> None:
     assert found.dtype == torch.uint8 and found.tolist() == [0] * 48
     with scratch.owned():
         assert scratch.zeros(16, torch.device("cpu")).numel() == 16
+
+
+def test_what_is_kept_is_made_by_another_thread_on_the_same_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Allocations of this one may be in a pool of torch.compile."""
+    streams: list[object] = []
+
+    @contextmanager
+    def entered(stream: object) -> Iterator[None]:
+        streams.append(stream)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"of {device}")
+    monkeypatch.setattr(torch.cuda, "stream", entered)
+    threads: list[int] = []
+
+    def make() -> Tensor:
+        threads.append(threading.get_ident())
+        return torch.ones(3, requires_grad=True)
+
+    with torch.inference_mode():
+        found = scratch.outlasting(torch.device("cuda"), make)
+    assert found.tolist() == [1.0] * 3 and not found.is_inference()
+    assert streams == ["of cuda"] and threads[0] != threading.get_ident()
+    scratch.outlasting(torch.device("cpu"), make)
+    assert threads[1] == threading.get_ident() and len(streams) == 1
+
+    def fails() -> Tensor:
+        raise RuntimeError("no memory")
+
+    with pytest.raises(RuntimeError, match="no memory"):
+        scratch.outlasting(torch.device("cuda"), fails)
+
+
+@pytest.mark.gpu
+def test_scratch_outlasts_a_cuda_graph_of_torch() -> None:
+    """Its first launch is that of a graph's warm-up, where nothing else may stay."""
+
+    def call(x: Tensor, w: Tensor) -> Tensor:
+        return lokakern.gemm_norm(x, w.t(), norm="layer").relu()
+
+    given = [torch.randn(n, 512, device="cuda").bfloat16() for n in (2048, 2048)]
+    expected = call(*given)
+    compiled = torch.compile(call, fullgraph=True, mode="reduce-overhead")
+    for _ in range(4):
+        assert torch.equal(compiled(*given), expected)
 
 
 def test_entering_and_leaving_are_told_alike(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -28,13 +27,14 @@ from torch.compiler import is_compiling
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lokakern.device import current_device
-from lokakern.errors import FormatError, LaunchError, LokakernError
+from lokakern.errors import FormatError, LokakernError
 from lokakern.formats import Format
 from lokakern.native import plain_op, recorded_op
 from lokakern.norm import largest, norm_named
 from lokakern.numerics import SMALLEST_SCALE
 from lokakern.problems import format_named
 from lokakern.registry.register import fp8_format
+from lokakern.scratch import outlasting
 
 _LIBRARY = torch.library.Library("lokakern", "FRAGMENT")
 _MOST_SCALES = 1024
@@ -225,24 +225,16 @@ def kept(key: Any, device: torch.device, vectors: Vectors, make: Callable[[], Te
 def _in_memory_of_all_streams(scale: Tensor) -> Tensor:
     """A copy that any stream may read, at once and for good.
 
-    It synchronizes, once for each version of a weight. Another thread allocates the copy, because
-    torch.compile may have told this one to allocate in the pool of a CUDA graph, whose memory does
-    not outlive the call.
+    It synchronizes, once for each version of a weight.
     """
     value = scale.item()
-    made: list[Tensor] = []
 
-    def work() -> None:
+    def copied() -> Tensor:
         copy = torch.full((1, 1), value, dtype=scale.dtype, device=scale.device)
         torch.cuda.current_stream(scale.device).synchronize()
-        made.append(copy)
+        return copy
 
-    thread = threading.Thread(target=work, name="lokakern-scale")
-    thread.start()
-    thread.join()
-    if not made:
-        raise LaunchError(f"a static scale cannot be copied on {scale.device}: see the error above")
-    return made[0]
+    return outlasting(scale.device, copied)
 
 
 # --- in compiled graphs

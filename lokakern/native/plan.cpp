@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <future>
 #include <shared_mutex>
 #include <sstream>
 #include <unordered_map>
@@ -55,20 +56,29 @@ void fill(c10::Device device, char* address, int64_t words, uint32_t pattern, vo
     throw LaunchFailure("filling memory: " + error_text(failed));
 }
 
+// Bytes for good. In mode="reduce-overhead" torch.compile lets a thread allocate in the pool of a
+// CUDA graph, where it raises an error for what outlives the call: another thread allocates.
+at::Tensor allocate_to_keep(int64_t bytes, c10::Device device) {
+  return std::async(std::launch::async, [=] {
+           const c10::DeviceGuard guard(device);
+           return allocate(bytes, at::kByte, device);
+         }).get();
+}
+
 // Memory that launches leave as they found it: zeros. A launch on a stream waits for the one
 // before, so all of a stream share one; a graph, and an owner, have their own.
 at::Tensor scratch(int64_t bytes, c10::Device device, void* stream) {
   static std::mutex mutex;
   static auto& of_stream = *new std::unordered_map<int64_t, at::Tensor>;  // torch may end before
-  const auto zeros = [&] {
-    at::Tensor made = allocate(round_up(bytes, 4), at::kByte, device);
-    fill(device, start_of(made), round_up(bytes, 4) / 4, 0, stream);
+  const int64_t words = round_up(bytes, 4) / 4;
+  const auto zeros = [&](at::Tensor made) {
+    fill(device, start_of(made), words, 0, stream);
     return made;
   };
-  if (owned_depth || is_capturing(stream)) return zeros();
+  if (owned_depth || is_capturing(stream)) return zeros(allocate(4 * words, at::kByte, device));
   std::lock_guard lock(mutex);
   auto& found = of_stream[reinterpret_cast<int64_t>(stream) * 64 + device.index()];
-  if (!found.defined() || found.numel() < bytes) found = zeros();
+  if (!found.defined() || found.numel() < bytes) found = zeros(allocate_to_keep(4 * words, device));
   return found;
 }
 

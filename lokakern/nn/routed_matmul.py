@@ -35,6 +35,7 @@ from lokakern.functional.scaled_gemm import scaled_gemm
 from lokakern.native import forget, plain_op, recorded_op
 from lokakern.quantized_tensor import pitch_of
 from lokakern.registry.register import KERNELS, Kernel, fp8_format, kernel_named, load_kernels
+from lokakern.scratch import outlasting
 from lokakern.types import GROUP, Format, Granularity, QuantizedTensor, empty_data
 
 Segments = list[tuple[int, str]]  # first m and kernel, "" for the unquantized product
@@ -608,7 +609,12 @@ def equal_scales(granularity: Granularity, x: Tensor, scale: str) -> Tensor:
     found = _SCALES.get(key)
     is_captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
     if found is None:
-        found = granularity.empty_scale(x.shape[0], x.shape[1], x.device).fill_(float(scale))
+        value = float(scale)
+
+        def filled() -> Tensor:
+            return granularity.empty_scale(x.shape[0], x.shape[1], x.device).fill_(value)
+
+        found = filled() if is_captured else outlasting(x.device, filled)
         if not is_captured:  # a fill during capture runs only when the graph is replayed
             if len(_SCALES) > 256:
                 _SCALES.clear()

@@ -48,10 +48,14 @@ def rounded(x: Tensor, scales: Granularity) -> Tensor:
 
 
 def assert_close(found: Tensor, exact: Tensor) -> None:
-    """Within the rounding of the output to float16, subnormal too, and float32 sums."""
+    """Within the rounding of the output to float16, subnormal too, and of sums.
+
+    Those are float32 in emulations; FP8 tensor cores of Hopper add with some 14 bits.
+    """
     assert found.shape == exact.shape and found.dtype is HALF
     scale = exact.abs().max().clamp(min=1e-30)
-    allowed = 2.0**-11 * exact.abs() + 1e-5 * scale + 2.0**-25
+    sums = 1e-3 if found.is_cuda else 1e-5
+    allowed = 2.0**-11 * exact.abs() + sums * scale + 2.0**-25
     assert ((found.double() - exact).abs() <= allowed).all()
 
 
