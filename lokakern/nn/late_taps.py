@@ -70,12 +70,17 @@ def _tap_gradients(graph: fx.Graph) -> int:
     result = _smallest(output.all_input_nodes)
     if result is None:
         return 0
-    moved, kept = [], 0
-    for tap in graph.find_nodes(op="call_function", target=OPS.probe_tap_gradient.default):
-        total = kept + _bytes_of(tap.args[0])
-        if _is_inner(tap) and total < MOST_BYTES:
-            moved.append(tap)
+    # From the last: only their order tells gradients of calls apart that a checkpoint repeats.
+    moved: list[Any] = []
+    kept, staying = 0, set()
+    taps = graph.find_nodes(op="call_function", target=OPS.probe_tap_gradient.default)
+    for tap in reversed(list(taps)):
+        total, site = kept + _bytes_of(tap.args[0]), tap.args[2]
+        if _is_inner(tap) and total < MOST_BYTES and site not in staying:
+            moved.insert(0, tap)
             kept = total
+        else:
+            staying.add(site)
     if not moved:
         return 0
     for tap in moved:

@@ -34,11 +34,11 @@ class Model(nn.Module):
 
 
 class Repeated(Model):
-    """The calls of two sites are repeated in the backward pass."""
+    """The calls of two sites are repeated in the backward pass, where they have no number."""
 
     def forward(self, x: Tensor) -> Tensor:
         def block(x: Tensor) -> Tensor:
-            return self.twice(self.first(x).sin()).relu()
+            return self.twice(self.twice(self.first(x).sin()).relu()).relu()
 
         return self.last(checkpoint(block, x, use_reentrant=False))
 
@@ -102,7 +102,7 @@ def test_taps_stay_where_no_cuda_graph_is_made_or_memory_is_short(
     assert backward.count(GRADIENT) == 2 and backward.count(GRADIENTS) == 1
 
 
-@pytest.mark.parametrize("outputs", [1, 2, 3, 4, 100])
+@pytest.mark.parametrize("outputs", [1, 2, 3, 4, 5, 100])
 def test_repeated_calls_are_sampled_where_memory_is_short(
     outputs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,7 +112,7 @@ def test_repeated_calls_are_sampled_where_memory_is_short(
     assert all(map(torch.equal, results, expected))
     assert backward.count(GRADIENTS) == 1
     for name, (sizes, cancellation, taken) in found.items():
-        assert sizes == sampled[name][0] == {48: 1} and cancellation == sampled[name][1]
+        assert (sizes, cancellation) == sampled[name][:2] and cancellation is not None
         assert len(taken[2]) and all(map(torch.equal, taken, sampled[name][2]))
 
 
