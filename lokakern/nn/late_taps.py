@@ -34,43 +34,55 @@ def tap_at_the_end(graph: fx.Graph) -> None:
     Results and samples stay the same. A copy that the graph returns stays a tap's own.
     """
     if config is not None and config.triton.cudagraphs and hasattr(OPS, "probe_tap"):
-        kept = _tap_operands(graph)
-        _tap_gradients(graph, kept)
+        _tap_operands(graph, _tap_gradients(graph))
 
 
-def _tap_operands(graph: fx.Graph) -> int:
-    """Move taps of the forward pass; returns the bytes that are kept."""
-    moved, calls, kept = [], [], 0
+def _tap_operands(graph: fx.Graph, kept: int) -> None:
+    """Move taps of the forward pass, which a checkpoint repeats in the backward pass."""
+    moved, calls = [], []
     for tap in graph.find_nodes(op="call_function", target=OPS.probe_tap.default):
         results = {user.args[1]: user for user in tap.users if user.target is operator.getitem}
-        kept += _bytes_of(tap.args[0])
-        if len(results) == len(tap.users) == 2 and _is_inner(results[0]) and kept < MOST_BYTES:
+        if len(results) != 2 or len(tap.users) != 2:
+            continue
+        total = kept + _bytes_of(tap.args[0])
+        if _is_inner(results[0]) and _is_read_last(results[1]) and total < MOST_BYTES:
             results[0].replace_all_uses_with(tap.args[0])
             graph.erase_node(results[0])
             moved.append(tap)
             calls.append(results[1])
+            kept = total
     if not moved:
-        return kept
+        return
     with graph.inserting_before(_end_of(graph)):
         together = add(graph, OPS.probe_taps.default, *_columns(moved))
         numbers = [add(graph, operator.getitem, together, place) for place in range(len(moved))]
     for tap, call, number in zip(moved, calls, numbers, strict=True):
         replace(call, number)
         graph.erase_node(tap)
-    return kept
 
 
-def _tap_gradients(graph: fx.Graph, kept: int) -> None:
-    """Move taps of the backward pass, of which one result of the graph becomes a result."""
-    moved = []
-    for tap in graph.find_nodes(op="call_function", target=OPS.probe_tap_gradient.default):
-        kept += _bytes_of(tap.args[0])
-        if _is_inner(tap) and kept < MOST_BYTES:
-            moved.append(tap)
+def _tap_gradients(graph: fx.Graph) -> int:
+    """Move taps of the backward pass, of which one result of the graph becomes a result.
+
+    Returns the bytes that are kept.
+    """
     output = graph.output_node()
     result = _smallest(output.all_input_nodes)
-    if not moved or result is None:
-        return
+    if result is None:
+        return 0
+    # From the last: only their order tells gradients of calls apart that a checkpoint repeats.
+    moved: list[Any] = []
+    kept, staying = 0, set()
+    taps = graph.find_nodes(op="call_function", target=OPS.probe_tap_gradient.default)
+    for tap in reversed(list(taps)):
+        total, site = kept + _bytes_of(tap.args[0]), tap.args[2]
+        if _is_inner(tap) and total < MOST_BYTES and site not in staying:
+            moved.insert(0, tap)
+            kept = total
+        else:
+            staying.add(site)
+    if not moved:
+        return 0
     for tap in moved:
         tap.replace_all_uses_with(tap.args[0])
     with graph.inserting_before(output):
@@ -78,6 +90,7 @@ def _tap_gradients(graph: fx.Graph, kept: int) -> None:
     output.replace_input_with(result, last)
     for tap in moved:
         graph.erase_node(tap)
+    return kept
 
 
 def _columns(taps: list[fx.Node]) -> Iterator[list[Any]]:
@@ -86,9 +99,18 @@ def _columns(taps: list[fx.Node]) -> Iterator[list[Any]]:
 
 
 def _end_of(graph: fx.Graph) -> fx.Node:
-    """The first node that writes to inputs of the graph, or else the output."""
-    writes = graph.find_nodes(op="call_function", target=aten.copy_.default)
-    return writes[0] if writes else graph.output_node()
+    """The first node that writes to inputs of the graph, or the samples of gradients, or output."""
+    for target in (aten.copy_.default, OPS.probe_tap_gradients.default):
+        found: list[fx.Node] = [*graph.find_nodes(op="call_function", target=target)]
+        if found:
+            return found[0]
+    return graph.output_node()
+
+
+def _is_read_last(call: fx.Node) -> bool:
+    """Whether no tap of a gradient that stays in its place reads the number of a call."""
+    lasts = OPS.probe_tap_gradients.default
+    return all(user.op == "output" or user.target is lasts for user in call.users)
 
 
 def _is_inner(copy: fx.Node) -> bool:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch._inductor import config
+from torch.utils.checkpoint import checkpoint
 
 from lokakern.nn import graph_passes, late_taps
 from lokakern.probe.session import Probe
@@ -32,6 +33,16 @@ class Model(nn.Module):
         return self.last(self.twice(x).relu())
 
 
+class Repeated(Model):
+    """The calls of two sites are repeated in the backward pass, where they have no number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        def block(x: Tensor) -> Tensor:
+            return self.twice(self.twice(self.first(x).sin()).relu()).relu()
+
+        return self.last(checkpoint(block, x, use_reentrant=False))
+
+
 def change(graph: fx.Graph) -> None:
     # As Inductor does; the first graph that it compiles is the forward pass.
     results = len(graph.output_node().args[0])
@@ -41,10 +52,12 @@ def change(graph: fx.Graph) -> None:
     graph_passes.Passes(None)(graph, is_inference=False)
 
 
-def run(is_late: bool, trains: bool = True) -> tuple[list[Tensor], dict[str, Any], list[str]]:
+def run(
+    is_late: bool, trains: bool = True, kind: type[Model] = Model
+) -> tuple[list[Tensor], dict[str, Any], list[str]]:  # fmt: skip
     """Output and gradients, what was sampled, and the graphs."""
     torch.manual_seed(0)
-    model, x = Model(), rows().requires_grad_()
+    model, x = kind(), rows().requires_grad_()
     with Probe(model, every=1) as probe, config.patch({"triton.cudagraphs": is_late}):
         y, graphs = graphs_of(model, x, change=change, trains=trains)
         if trains:
@@ -87,6 +100,29 @@ def test_taps_stay_where_no_cuda_graph_is_made_or_memory_is_short(
     _, _, (forward, backward) = run(is_late=True)
     assert forward.count(ONE) == 2 and forward.count(ALL) == 1
     assert backward.count(GRADIENT) == 2 and backward.count(GRADIENTS) == 1
+
+
+@pytest.mark.parametrize("outputs", [1, 2, 3, 4, 5, 100])
+def test_repeated_calls_are_sampled_where_memory_is_short(
+    outputs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(late_taps, "MOST_BYTES", outputs * 48 * 64 * 2 + 1)
+    results, found, (_, backward) = run(is_late=True, kind=Repeated)
+    expected, sampled, _ = run(is_late=False, kind=Repeated)
+    assert all(map(torch.equal, results, expected))
+    assert backward.count(GRADIENTS) == 1
+    for name, (sizes, cancellation, taken) in found.items():
+        assert (sizes, cancellation) == sampled[name][:2] and cancellation is not None
+        assert len(taken[2]) and all(map(torch.equal, taken, sampled[name][2]))
+
+
+def test_an_output_too_large_to_keep_does_not_hold_others_in_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes = iter([2**31])
+    monkeypatch.setattr(late_taps, "_bytes_of", lambda x: next(sizes, 1))
+    _, _, (forward, _) = run(is_late=True)
+    assert forward.count(ONE) == 2 and forward.count(ALL) == 1
 
 
 def test_calls_without_gradients_are_sampled() -> None:

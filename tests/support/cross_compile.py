@@ -293,7 +293,8 @@ def attention_cases(*, gradients: bool) -> list[Case]:
 def added_cases() -> list[Case]:
     k = added_products
     found = []
-    for dtype, count, r in (("bf16", 24, 120), ("bf16", 48, 192), ("fp16", 24, 120)):
+    shapes = ("bf16", 24, 120), ("bf16", 48, 192), ("bf16", 64, 256), ("fp16", 24, 120)
+    for dtype, count, r in shapes:
         tile = k.tile_of(count, r)
         strides = 720 * count, count, 160 * count, 160, 1, 720, 160 * r, 160
         found.append(
