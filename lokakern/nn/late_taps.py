@@ -31,7 +31,8 @@ MOST_BYTES = 2**31
 def tap_at_the_end(graph: fx.Graph) -> None:
     """Let one op take all samples of a graph behind everything else.
 
-    Results and samples stay the same. A copy that the graph returns stays a tap's own.
+    Results and samples stay the same. A copy that the graph returns stays a tap's own, and so does
+    a tap of a forward pass without gradients, as nothing else of it is read.
     """
     if config is not None and config.triton.cudagraphs and hasattr(OPS, "probe_tap"):
         _tap_operands(graph, _tap_gradients(graph))
