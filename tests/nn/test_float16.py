@@ -264,8 +264,13 @@ def test_compiled_training_has_the_gradients_of_eager_training(
     torch._dynamo.reset()
     with torch._inductor.config.patch(force_disable_caches=True):
         traced = torch.compile(call, fullgraph=True, dynamic=False)
-        found = [passed(Called(c, layer), x, gradient) for c in (call, traced)]
-    assert same(*found)
+        found, expected = (passed(Called(c, layer), x, gradient) for c in (traced, call))
+    *_, bias = found
+    assert same(found[:-1], expected[:-1])
+    if where == "cpu":
+        assert torch.equal(bias, expected[-1])
+    else:  # a sum in another order
+        assert (bias - expected[-1]).norm() < 1e-3 * expected[-1].norm()
 
 
 class Called(nn.Module):
