@@ -40,18 +40,29 @@ def tap_at_the_end(graph: fx.Graph) -> None:
 
 def _tap_operands(graph: fx.Graph, kept: int) -> None:
     """Move taps of the forward pass, which a checkpoint repeats in the backward pass."""
-    moved, calls = [], []
-    for tap in graph.find_nodes(op="call_function", target=OPS.probe_tap.default):
+    moved: list[Any] = []
+    calls: list[Any] = []
+    # From the last, as below: the samples of calls of a site are told apart by their order.
+    staying = set()
+    taps = graph.find_nodes(op="call_function", target=OPS.probe_tap.default)
+    for tap in reversed(list(taps)):
         results = {user.args[1]: user for user in tap.users if user.target is operator.getitem}
-        if len(results) != 2 or len(tap.users) != 2:
-            continue
-        total = kept + _bytes_of(tap.args[0])
-        if _is_inner(results[0]) and _is_read_last(results[1]) and total < MOST_BYTES:
+        total, site = kept + _bytes_of(tap.args[0]), tap.args[3]
+        is_read = len(results) == len(tap.users) == 2
+        if (
+            is_read
+            and _is_inner(results[0])
+            and _is_read_last(results[1])
+            and total < MOST_BYTES
+            and site not in staying
+        ):
             results[0].replace_all_uses_with(tap.args[0])
             graph.erase_node(results[0])
-            moved.append(tap)
-            calls.append(results[1])
+            moved.insert(0, tap)
+            calls.insert(0, results[1])
             kept = total
+        else:
+            staying.add(site)
     if not moved:
         return
     with graph.inserting_before(_end_of(graph)):
