@@ -33,6 +33,7 @@ from lokakern.kernels.cuda.tiles import Kind
 from lokakern.registry.register import KERNELS
 from lokakern.types import Epilogue
 
+BOUNDS = activate_quantize.Bound, norm_quantize.Bound, quantize.Bound
 # By the file of the program in bfloat16.
 SOURCES = {
     "quantize.cu": "half_quantize.cu",
@@ -83,9 +84,9 @@ def _with_half(module: ModuleType, name: str = "bind") -> None:
 
 
 def _bound_in_half(bound: Any) -> Any:
-    if isinstance(bound, CudaLaunch):
-        return _in_half(bound)
-    return bound._replace(launch=_in_half(bound.launch))
+    if isinstance(bound, BOUNDS):
+        return bound._replace(launch=_in_half(bound.launch))
+    return _in_half(bound)
 
 
 def _in_half(launch: CudaLaunch) -> CudaLaunch:

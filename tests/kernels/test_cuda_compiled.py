@@ -48,6 +48,7 @@ from lokakern.registry.register import KERNELS, load_kernels
 from lokakern.types import GROUP, Granularity
 from tests.support import disassembly, norm_programs
 from tests.support.disassembly import disassembled, tool
+from tests.support.half_norm_programs import PROGRAMS as HALF_NORMS
 from tests.support.sharing import made_once, shared_folder
 
 FOLDER = KERNELS_ROOT / "cuda"
@@ -420,7 +421,8 @@ def test_kernels_wait_for_the_one_before_and_let_the_next_begin(name: str) -> No
 
 
 def test_every_cuda_file_is_compiled_here() -> None:
-    found = {Path(program.source).resolve() for program in ALL.values()}
+    halved = [program for _, program in HALF_NORMS.values()]
+    found = {Path(program.source).resolve() for program in (*ALL.values(), *halved)}
     assert found == set(FOLDER.glob("*.cu"))
 
 
