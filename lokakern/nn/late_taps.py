@@ -8,7 +8,7 @@ each replayed by itself. One op at the end reads the same tensors, and nothing i
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -40,35 +40,24 @@ def tap_at_the_end(graph: fx.Graph) -> None:
 
 def _tap_operands(graph: fx.Graph, kept: int) -> None:
     """Move taps of the forward pass, which a checkpoint repeats in the backward pass."""
-    moved: list[Any] = []
-    calls: list[Any] = []
-    # From the last, as below: the samples of calls of a site are told apart by their order.
-    staying = set()
+
+    def fits(tap: fx.Node) -> bool:
+        results = _results(tap)
+        is_read = [user.args[1] for user in results] == [0, 1] and len(tap.users) == 2
+        return is_read and _is_inner(results[0]) and _is_read_last(results[1])
+
     taps = graph.find_nodes(op="call_function", target=OPS.probe_tap.default)
-    for tap in reversed(list(taps)):
-        results = {user.args[1]: user for user in tap.users if user.target is operator.getitem}
-        total, site = kept + _bytes_of(tap.args[0]), tap.args[3]
-        is_read = len(results) == len(tap.users) == 2
-        if (
-            is_read
-            and _is_inner(results[0])
-            and _is_read_last(results[1])
-            and total < MOST_BYTES
-            and site not in staying
-        ):
-            results[0].replace_all_uses_with(tap.args[0])
-            graph.erase_node(results[0])
-            moved.insert(0, tap)
-            calls.insert(0, results[1])
-            kept = total
-        else:
-            staying.add(site)
+    moved, _ = _moved(taps, 3, fits, kept)
     if not moved:
         return
+    results = [_results(tap) for tap in moved]
+    for tap, (copy, _) in zip(moved, results, strict=True):
+        copy.replace_all_uses_with(tap.args[0])
+        graph.erase_node(copy)
     with graph.inserting_before(_end_of(graph)):
         together = add(graph, OPS.probe_taps.default, *_columns(moved))
         numbers = [add(graph, operator.getitem, together, place) for place in range(len(moved))]
-    for tap, call, number in zip(moved, calls, numbers, strict=True):
+    for tap, (_, call), number in zip(moved, results, numbers, strict=True):
         replace(call, number)
         graph.erase_node(tap)
 
@@ -80,20 +69,9 @@ def _tap_gradients(graph: fx.Graph) -> int:
     """
     output = graph.output_node()
     result = _smallest(output.all_input_nodes)
-    if result is None:
-        return 0
-    # From the last: only their order tells gradients of calls apart that a checkpoint repeats.
-    moved: list[Any] = []
-    kept, staying = 0, set()
     taps = graph.find_nodes(op="call_function", target=OPS.probe_tap_gradient.default)
-    for tap in reversed(list(taps)):
-        total, site = kept + _bytes_of(tap.args[0]), tap.args[2]
-        if _is_inner(tap) and total < MOST_BYTES and site not in staying:
-            moved.insert(0, tap)
-            kept = total
-        else:
-            staying.add(site)
-    if not moved:
+    moved, kept = _moved(taps, 2, _is_inner, 0)
+    if result is None or not moved:
         return 0
     for tap in moved:
         tap.replace_all_uses_with(tap.args[0])
@@ -103,6 +81,32 @@ def _tap_gradients(graph: fx.Graph) -> int:
     for tap in moved:
         graph.erase_node(tap)
     return kept
+
+
+def _moved(
+    taps: Iterable[fx.Node], site_at: int, fits: Callable[[fx.Node], bool], kept: int
+) -> tuple[list[Any], int]:
+    """Taps that move, in order, and bytes that are kept then; a site is an argument of a tap.
+
+    From the last, and none past one of its site that stays: only their order tells calls of a site
+    apart that a checkpoint repeats.
+    """
+    moved: list[Any] = []
+    staying = set()
+    for tap in reversed(list(taps)):
+        total, site = kept + _bytes_of(tap.args[0]), tap.args[site_at]
+        if total < MOST_BYTES and site not in staying and fits(tap):
+            moved.insert(0, tap)
+            kept = total
+        else:
+            staying.add(site)
+    return moved, kept
+
+
+def _results(tap: fx.Node) -> list[fx.Node]:
+    """The copy and the number of the call, as far as they are read."""
+    read = [user for user in tap.users if user.target is operator.getitem]
+    return sorted(read, key=lambda user: user.args[1])  # type: ignore[arg-type, return-value]
 
 
 def _columns(taps: list[fx.Node]) -> Iterator[list[Any]]:

@@ -98,9 +98,9 @@ def _is_aligned(product: fx.Node) -> bool:
 
 def _is_wide(product: fx.Node) -> bool:
     """Whether the kernel of a weight's gradient writes float32, too."""
-    (samples, *_), route = _shape_of(product.args[0]) or (0,), str(product.args[2])
-    name = kernel_at(route, samples)
-    return not name or writes_float32(name)
+    shape = _shape_of(product.args[0])
+    name = "" if shape is None else kernel_at(str(product.args[2]), shape[0])
+    return shape is not None and (not name or writes_float32(name))
 
 
 def _fits(device: torch.device) -> bool:
