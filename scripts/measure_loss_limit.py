@@ -18,22 +18,21 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import lokakern
-from lokakern.bench.models import arms, catalog
+from lokakern.bench.models import arms, catalog, hstu
 from lokakern.bench.models.arms import Arm, Built, Predictor, Setting
-from lokakern.bench.models.blocks import Batch, ClickModel, Inputs
+from lokakern.bench.models.blocks import Batch, ClickModel
 from lokakern.bench.models.click_log import HELD_OUT, ClickLog
 from lokakern.bench.models.learning import learn
 from lokakern.bench.models.throughput import Stepper, elapsed_us, stepper
-from lokakern.bench.models.zoo.hstu import HSTU
 from lokakern.conversion.loss_limit import LossLimit
 from lokakern.measure import timing
 from lokakern.probe.loss import LossChange, interval_of, relative_change
@@ -49,43 +48,10 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 Item = tuple[Batch, Tensor]  # samples, and probabilities of clicks
 Loss = Callable[[Item], Tensor]
 
-
-@dataclass(frozen=True, slots=True)
-class HSTUConfig:
-    """Sizes of the zoo's HSTU over a history and the other features, a token each."""
-
-    inputs: Inputs
-    dim: int
-    heads: int
-    layers: int
-
-
-class HSTUClicks(ClickModel):
-    """A logit for each sample."""
-
-    def __init__(self, config: HSTUConfig) -> None:
-        super().__init__(config)
-        length = config.inputs.history + 1 + len(config.inputs.rows)
-        self.bottom = nn.Linear(config.inputs.dense, config.dim)
-        self.layers = HSTU(config.dim, config.heads, config.layers, length)
-
-    def embed(self, batch: Batch) -> tuple[Tensor, ...]:
-        return self.tables(batch), self.tables.sequence(batch)
-
-    def interact(self, dense: Tensor, *embedded: Tensor) -> Tensor:
-        features = self.join(dense, embedded[0])
-        tokens = torch.cat((embedded[1].to(features.dtype), features), dim=1)
-        return self.layers(tokens.flatten(0, 1)).squeeze(1)
-
-
-HSTU_SIZES = {
-    "tiny": HSTUConfig(Inputs(5, (500, 20, 60), (1, 1, 1), history=12), 32, 2, 2),
-    "zoo": HSTUConfig(Inputs(13, (10_000,) * 7, (1,) * 7, history=120), 512, 8, 3),
-}
 # Samples of a batch, and batches for the limit: a million for the loss of each half where runs are
 # short, because a change of 1e-4 of a loss is seen in no fewer.
 MODELS = {"wukong": (8192, 256), "dhen": (8192, 128), "dlrm": (8192, 256), "hstu": (1024, 384)}
-catalog.CATALOG["hstu"] = catalog.Entry(HSTUClicks, HSTU_SIZES, "zoo", 1024)
+catalog.CATALOG["hstu"] = hstu.ENTRY
 
 
 def built_of(

@@ -237,7 +237,7 @@ class _Bench:
         built = ways.build(arm, setting, 0, self.state_of(arm), report)
         result.notes = built.notes
         if built.conversion is not None:
-            result.choices = _choices(built, setting)
+            result.choices = choices_of(built, setting)
         mine = stepper(built, setting, whole=self.whole, before=before)
         self.say(f"{arm.name}: timing")
         result.pace = race(clock or mine, mine, setting.device)
@@ -281,7 +281,8 @@ class _Bench:
                 self.states[has_mods, seed] = {name: x.cpu().clone() for name, x in state.items()}
 
 
-def _choices(built: Built, setting: Setting) -> list[LayerChoice]:
+def choices_of(built: Built, setting: Setting) -> list[LayerChoice]:
+    """The kernel of each product of a converted arm at the setting's batch."""
     batch = ClickLog(setting.inputs, 0, setting.device).batch(0, setting.samples)
     plain = built.uncompiled
     model = plain.trainer() if setting.training else plain.predictor()

@@ -16,7 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from lokakern.bench.models.arms import Built, Predictor, Setting, Trainer, apply_mods
+from lokakern.bench.models.arms import (
+    LEARNING_RATE,
+    Arm,
+    Built,
+    Predictor,
+    Setting,
+    State,
+    Trainer,
+    apply_mods,
+)  # fmt: skip
 from lokakern.bench.models.blocks import Batch
 from lokakern.bench.models.click_log import HELD_OUT, ClickLog
 from lokakern.errors import MeasurementError
@@ -87,42 +96,74 @@ def share_of_rate(step: int, steps: int) -> float:
     return min((step + 1) / max(1.0, WARM_UP * steps), 1 - step / (steps + 1))
 
 
-def learn(built: Built, setting: Setting, seed: int, steps: int) -> Run:
-    """Train from the parameters of a seed, equal for all arms with these Mods, and evaluate."""
-    fresh = setting.build(seed)
-    if built.arm.has_mods:
-        apply_mods(fresh)
-    built.model.load_state_dict(fresh.state_dict())
+def learn(
+    built: Built,
+    setting: Setting,
+    seed: int,
+    steps: int,
+    start: State | None = None,
+    rate: float = LEARNING_RATE,
+    batches: int = HELD_OUT_BATCHES,
+) -> Run:
+    """Train in place, and evaluate.
+
+    Nothing is compiled anew for another seed: its parameters are copied into those of the model.
+
+    Args:
+        built: The arm.
+        setting: The model and where it runs.
+        seed: Seed of the samples, and of the parameters unless ``start`` has them.
+        steps: Number of training steps.
+        start: Parameters to start from; None takes those of the seed, which are equal for all arms
+            with these Mods.
+        rate: The largest learning rate; `share_of_rate` has its course.
+        batches: Number of held-out batches, as large as those of a step.
+    """
+    built.model.load_state_dict(parameters_of(built.arm, setting, seed) if start is None else start)
     log, trainer = ClickLog(setting.inputs, seed, setting.device), built.trainer()
+    for group in trainer.optimizer.param_groups:
+        group["lr"] = rate
     losses = torch.empty(steps, device=setting.device)  # read at the end, without waiting in a step
     schedule = LambdaLR(trainer.optimizer, lambda step: share_of_rate(step, steps))
     for step in range(steps):
         batch = log.batch(step, setting.samples)
         losses[step] = trainer.step(batch, batch.labels)
         schedule.step()
-    quality = judged(built.uncompiled.trainer(), log, setting.samples)
+    quality = judged(built.uncompiled.trainer(), log, setting.samples, batches)
     return Run(built.arm.name, seed, tuple(losses.tolist()), quality)
 
 
-def judged(model: Trainer | Predictor, log: ClickLog, samples: int) -> Quality:
-    """Quality on the held-out samples of a log."""
+def parameters_of(arm: Arm, setting: Setting, seed: int) -> State:
+    """The parameters of a seed, after Mods if the arm has them."""
+    fresh = setting.build(seed)
+    if arm.has_mods:
+        apply_mods(fresh)
+    return fresh.state_dict()
+
+
+def judged(
+    model: Trainer | Predictor, log: ClickLog, samples: int, batches: int = HELD_OUT_BATCHES
+) -> Quality:
+    """Quality on held-out batches of so many samples of a log."""
     was_training = model.model.training
     model.model.eval()
-    found = _quality(log, samples, lambda batch: model.logits(model.embed(batch)))
+    found = _quality(log, samples, batches, lambda batch: model.logits(model.embed(batch)))
     model.model.train(was_training)
     return found
 
 
-def best_quality(setting: Setting, seed: int) -> Quality:
+def best_quality(setting: Setting, seed: int, batches: int = HELD_OUT_BATCHES) -> Quality:
     """Quality of the teacher on the same held-out samples, the upper limit for any model."""
     log = ClickLog(setting.inputs, seed, setting.device)
-    return _quality(log, setting.samples, log.teacher_logits)
+    return _quality(log, setting.samples, batches, log.teacher_logits)
 
 
 @torch.no_grad()
-def _quality(log: ClickLog, samples: int, logits_of: Callable[[Batch], Tensor]) -> Quality:
+def _quality(
+    log: ClickLog, samples: int, batches: int, logits_of: Callable[[Batch], Tensor]
+) -> Quality:
     found = []
-    for step in range(HELD_OUT_BATCHES):
+    for step in range(batches):
         batch = log.batch(HELD_OUT + step, samples)
         found.append((logits_of(batch), batch.labels, log.teacher_logits(batch).double().sigmoid()))
     return quality_of(*(torch.cat(parts) for parts in zip(*found, strict=True)))

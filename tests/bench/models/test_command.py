@@ -107,6 +107,24 @@ def test_runs_are_reproducible_by_seed() -> None:
     assert first.losses != other.losses
 
 
+def test_another_seed_in_place_is_the_run_of_a_new_model() -> None:
+    """Parameters, the state of the optimizer, and scales of weights are those of the new seed."""
+    arm = replace(arms.arms_named(("fp8-rowwise",))[1], compiled=False)
+    used = arms.build(arm, SETTING, 1)
+    learn(used, SETTING, 1, 3)
+    assert learn(used, SETTING, 0, 3) == learn(arms.build(arm, SETTING, 0), SETTING, 0, 3)
+
+
+def test_a_run_starts_from_given_parameters_at_a_given_rate() -> None:
+    built = arms.build(arms.arms_named()[0], SETTING, 0).uncompiled
+    start = learning.parameters_of(built.arm, SETTING, 7)
+    usual, slow = (learn(built, SETTING, 0, 3, start, rate) for rate in (1e-3, 1e-5))
+    assert usual.losses[0] == slow.losses[0] != learn(built, SETTING, 0, 3).losses[0]
+    assert usual.losses[1] != slow.losses[1]
+    few = learn(built, SETTING, 0, 3, start, batches=2).quality
+    assert few.samples == 2 * SETTING.samples < usual.quality.samples
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_fp8_in_all_layers_changes_the_loss(training: bool) -> None:
     """Every layer of multiples of 16 rounds its operands; the others, and the tables, do not."""
