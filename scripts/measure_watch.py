@@ -1,14 +1,17 @@
 """Measure what `Conversion.watch` costs a training, and that it swaps without compiling.
 
-    python scripts/measure_watch.py [graph] [compiled] [--model wukong] [--rounds N] [--out FILE]
+    python scripts/measure_watch.py [graph] [compiled] [--model wukong] [--rounds N]
+        [--quiet-steps N] [--quiet-rate RATE] [--out FILE]
 
 The dense part of MLPerf's DLRM-DCNv2, bfloat16, fused AdamW: "graph" at 8192 samples in CUDA graphs
 of torch.compile, "compiled" at 2048 without graphs. Or that of Wukong S, in float32 under autocast,
 with the gradients of its embeddings. Blocks of steps with and without a watch, each
 with one sampled step, run in turn; the overhead is the median of their ratios. What it consists of
 is measured apart: the sampled step and others by themselves, the thread's time for each window, and
-how many products it replayed. Then one feature of DLRM-DCNv2 grows until FP8 is unsafe. Prints some
-lines for each case, and writes all figures to FILE. About a minute on an H200; ``--size tiny
+how many products it replayed. With ``--quiet-steps`` the model then learns a teacher's clicks on
+batches that change, and alarms are counted and printed. Then one feature of DLRM-DCNv2 grows until
+FP8 is unsafe; in a model that learned before it need not become so. Prints some lines for each
+case, and writes all figures to FILE. About a minute on an H200 without a quiet run; ``--size tiny
 --every 10 --kernels row`` tries it on a CPU.
 """
 
@@ -36,9 +39,12 @@ from lokakern.bench.models.zoo.architecture import Feature
 from lokakern.bench.models.zoo.catalog import dlrm_dcnv2
 from lokakern.conversion import drift_judge
 from lokakern.conversion.convert import Conversion
-from lokakern.conversion.drift_watch import TO_BF16, DriftWatch
+from lokakern.conversion.drift_watch import STAYS, TO_BF16, DriftWatch
+from lokakern.probe.drift import Ranges
 from lokakern.types import COMPILED, COMPILED_GRAPH
+from lokakern.workloads.distributions import distribution_named, draw_rows
 
+POOL = 4  # batches, from whose rows the steps of the quiet run take theirs
 CASES = {  # regime, mode of torch.compile, samples
     "graph": (COMPILED_GRAPH, "reduce-overhead", 8192),
     "compiled": (COMPILED, "default", 2048),
@@ -73,15 +79,27 @@ class Training:
         config = SIZES[size]
         self.model: nn.Module = dlrm_dcnv2(size).to(DEVICE, torch.bfloat16)
         self.ignored = config.dim  # the column of the first embedding's first element
-        with torch.no_grad():  # products do not read it, as of a feature that tells nothing
-            for name, module in self.model.named_modules():
-                if isinstance(module, nn.Linear) and name.endswith((".down", "head.0")):
-                    module.weight[:, self.ignored] = 0.0
+        self.ignore()
         columns = config.inputs.dense, len(config.inputs.rows) * config.dim
         self.inputs = [
             Feature(k, kind).draw(samples, 0).to(DEVICE)
             for k, kind in zip(columns, ("X7", "X5"), strict=True)
         ]
+
+        def pool() -> list[Tensor]:  # one seed, as another has tables of other sizes
+            return [
+                draw_rows(distribution_named(kind), POOL * samples, k, 0).bfloat16().to(DEVICE)
+                for k, kind in zip(columns, ("X7", "X5"), strict=True)
+            ]
+
+        self.pool = pool
+
+    def ignore(self) -> None:
+        """Have products not read a column, as of a feature that tells nothing."""
+        with torch.no_grad():
+            for name, module in self.model.named_modules():
+                if isinstance(module, nn.Linear) and name.endswith((".down", "head.0")):
+                    module.weight[:, self.ignored] = 0.0
 
     def _wukong(self, size: str, samples: int) -> None:
         config = config_named("wukong", "tiny" if size == "tiny" else "S")
@@ -91,15 +109,43 @@ class Training:
         apply_mods(model)
         model.to(DEVICE)
         self.model = DensePart(model)
-        batch = ClickLog(config.inputs, 0, torch.device(DEVICE)).batch(0, samples)
-        with torch.no_grad():
-            self.inputs = [batch.dense, *(x.bfloat16() for x in model.embed(batch))]
+        log = ClickLog(config.inputs, 0, torch.device(DEVICE))
+
+        def drawn(step: int) -> list[Tensor]:
+            batch = log.batch(step, samples)
+            with torch.no_grad():
+                return [batch.dense, *(x.bfloat16() for x in model.embed(batch))]
+
+        self.inputs = drawn(0)
+        self.pool = lambda: [
+            torch.cat(x) for x in zip(*map(drawn, range(1, POOL + 1)), strict=True)
+        ]
 
     def step(self) -> None:
         logits = self.compiled(*map(sent, self.inputs))
         nn.functional.binary_cross_entropy_with_logits(logits, self.labels).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def learn(self, steps: int, rate: float) -> None:
+        """Steps on batches that change, in place, of a pool of rows, with a teacher's labels."""
+        pool = self.pool()
+        logits = torch.zeros(len(pool[0]), 1, device=DEVICE)
+        for x in pool:
+            direction = torch.randn(x[0].numel(), 1, device=DEVICE, dtype=x.dtype)
+            score = (x.flatten(1) @ direction).float()
+            logits += (score - score.mean()) / score.std()
+        clicked = (logits / logits.std() - 3.0).sigmoid()
+        (group,) = self.optimizer.param_groups
+        group["lr"] = rate
+        for _ in range(steps):
+            rows = torch.randint(len(clicked), (len(self.labels),), device=DEVICE)
+            with torch.no_grad():
+                for x, some in zip(self.inputs, pool, strict=True):
+                    x.copy_(some[rows])
+                self.labels.copy_(torch.bernoulli(clicked[rows]))
+            self.step()
+        group["lr"] = 0.0
 
     def block_ms(self, count: int) -> float:
         """Time of a step, in a block of them; the host waits for the last one only."""
@@ -194,6 +240,8 @@ def measure(case: str, asked: argparse.Namespace) -> dict[str, Any]:
         windows = thread.windows.copy()
         recompiled = COUNTERS["unique_graphs"] - graphs
         known = list(watch.events)
+        quiet = quiet_run(watched, watch, thread, asked) if asked.quiet_steps else None
+        windows_before = len(thread.windows)
         found = found_after(watched, watch) if asked.model == "dlrm" else (None, None, 0)
         told, swapped, compiled = found
         thread.end()
@@ -202,10 +250,10 @@ def measure(case: str, asked: argparse.Namespace) -> dict[str, Any]:
         "overhead": statistics.median(ratios) - 1.0, "overheads": [x - 1.0 for x in ratios],
         "step_ms": statistics.median(plain_ms), "thread_beyond_block_ms": beyond_ms[1:],
         **apart, "first_windows": first, "windows": windows,
-        "drift_windows": thread.windows[len(windows):],
+        "drift_windows": thread.windows[windows_before:],
         "layers": len({event.site for event in known}),
         "alarms": sum(bool(event.moved) for event in known), "recompiled": recompiled,
-        "told_after": told, "swapped_after": swapped, "compiled_by_swap": compiled,
+        "quiet": quiet, "told_after": told, "swapped_after": swapped, "compiled_by_swap": compiled,
         "in_bf16": watch.in_bf16,
         "host_waits": 0 if DEVICE == "cuda" else None,  # or an error was raised
     }  # fmt: skip
@@ -265,6 +313,33 @@ def without_waits(watched: Training, watch: DriftWatch) -> None:
         judge._judge = look
 
 
+def quiet_run(
+    watched: Training, watch: DriftWatch, thread: Thread, asked: argparse.Namespace
+) -> dict[str, Any]:
+    """Alarms while the model learns on batches of one distribution."""
+    earlier, windows, begun = len(watch.events), len(thread.windows), time.perf_counter()
+    before = [x.detach().float().clone() for x in watched.model.parameters()]
+    judge: Any = watch._judge  # until now each window was of the same batch
+    judge._ranges = Ranges({})
+    watched.learn(asked.quiet_steps, asked.quiet_rate)
+    watch.apply(wait=True)
+    moved = [
+        float((x.detach().float() - y).norm() / y.norm().clamp(min=1e-30))
+        for x, y in zip(watched.model.parameters(), before, strict=True)
+        if x.dim() > 1
+    ]
+    if hasattr(watched, "ignored"):
+        watched.ignore()
+    events = watch.events[earlier:]
+    return {
+        "steps": asked.quiet_steps, "rate": asked.quiet_rate,
+        "seconds": time.perf_counter() - begun,
+        "windows": len(thread.windows) - windows, "weights_moved": statistics.median(moved),
+        "alarms": [event.row() for event in events if event.moved],
+        "swaps": [event.row() for event in events if event.action != STAYS],
+    }  # fmt: skip
+
+
 def found_after(watched: Training, watch: DriftWatch) -> tuple[int | None, int | None, int]:
     """Steps from a drift until it is told, and until products run in bfloat16; compiled for it."""
     earlier, begun, graphs = len(watch.events), watch.steps, COUNTERS["unique_graphs"]
@@ -281,6 +356,21 @@ def found_after(watched: Training, watch: DriftWatch) -> tuple[int | None, int |
     for _ in range(3):
         watched.step()
     return told, swapped, COUNTERS["unique_graphs"] - graphs
+
+
+def quiet_lines(quiet: dict[str, Any] | None) -> list[str]:
+    if quiet is None:
+        return []
+    return [
+        f"  quiet: {quiet['steps']} steps at {quiet['rate']:g} in {quiet['seconds']:.1f} s, "
+        f"{quiet['windows']} windows, "
+        f"weights moved by {quiet['weights_moved']:.1%}; {len(quiet['alarms'])} alarms, "
+        f"{len(quiet['swaps'])} swaps",
+        *(
+            f"    step {x['step']}: {x['site']}/{x['gemm']} {x['action']}: {x['moved']}"
+            for x in quiet["alarms"] + [y for y in quiet["swaps"] if not y["moved"]]
+        ),
+    ]
 
 
 def lines_of(row: dict[str, Any]) -> list[str]:
@@ -306,6 +396,7 @@ def lines_of(row: dict[str, Any]) -> list[str]:
         f"{row['other_ms']:.3f}, {row['sampled_ms']:.3f} and {row['sampled_alone_ms']:.3f}",
         f"  thread: first {thread('first_windows')}; in rounds {thread('windows')}; of the drift "
         f"{thread('drift_windows')}",
+        *quiet_lines(row["quiet"]),
         *([drift] if row["model"] == "dlrm" else []),
     ]
 
@@ -316,6 +407,10 @@ def main() -> None:
     parser.add_argument("--model", choices=("dlrm", "wukong"), default="dlrm")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--every", type=int, default=100, help="steps between samples")
+    parser.add_argument("--quiet-steps", type=int, default=0, help="in which it learns; 0: none")
+    parser.add_argument(
+        "--quiet-rate", type=float, default=1e-4, help="of learning; at 0 batches alone differ"
+    )
     parser.add_argument("--size", choices=list(SIZES), default="mlperf")
     parser.add_argument("--kernels", help="for all products, as of convert, instead of a budget")
     parser.add_argument("--out", type=Path)
