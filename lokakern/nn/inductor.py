@@ -355,16 +355,18 @@ def _quantized(
     def cast(y: Any, dtype: torch.dtype) -> Any:
         return lowerings[torch.ops.prims.convert_element_type.default](y, dtype)
 
-    def constant(value: float) -> Any:
-        sizes = amax.get_size()
+    def constant(value: float, dtype: torch.dtype = torch.float32) -> Any:
         return lowerings[aten.full.default](
-            sizes, value, dtype=torch.float32, device=x.get_device()
+            amax.get_size(), value, dtype=dtype, device=x.get_device()
         )
 
     wide = lowerings[aten.view.default](cast(x, torch.float32), [rows, columns // width, width])
     wide.mark_reuse(2)
     amax = lowerings[aten.amax.default](lowerings[aten.abs.default](wide), [2])
-    scale = lowerings[aten.div.Tensor](amax, constant(torch.finfo(fp8).max))
+    # In float64, as Inductor multiplies by the reciprocal of a constant: in float32 every other
+    # scale would be off by one ulp.
+    largest = constant(torch.finfo(fp8).max, torch.float64)
+    scale = cast(lowerings[aten.div.Tensor](cast(amax, torch.float64), largest), torch.float32)
     scale = lowerings[aten.where.self](
         lowerings[aten.eq.Scalar](amax, 0),
         constant(1.0),
