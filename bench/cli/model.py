@@ -72,6 +72,12 @@ def model(
             help="Include the lookup of embeddings, and the training of their tables, in the step.",
         ),
     ] = True,
+    large_steps: Annotated[
+        bool,
+        typer.Option(
+            "--large-steps", help="Step the parameters of by-budget and lokakern by lokakern.optim."
+        ),
+    ] = False,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -157,7 +163,7 @@ def model(
     entry = CATALOG[name]
     setting = Setting(
         name, size or entry.default_size, config, batch or entry.samples, training is not False,
-        device, budget,
+        device, budget, large_steps,
     )  # fmt: skip
     if suite is not None:
         print(f"{suite}: {write_suite(setting, suite)} different layers")

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lokakern import mods
+from lokakern import mods, optim
 from lokakern.bench.compare.dispatch import owner_of
 from lokakern.bench.models.blocks import Batch, ClickModel, Inputs, Tables
 from lokakern.bench.models.catalog import CATALOG
@@ -45,6 +45,7 @@ class Setting:
     training: bool  # whether steps are training steps or predictions
     device: torch.device  # where it runs
     budget: float  # largest accepted row error of a quantized product
+    large_steps: bool = False  # whether arms of `convert` are stepped by `lokakern.optim`
 
     @property
     def inputs(self) -> Inputs:
@@ -88,10 +89,12 @@ class Predictor:
 class Trainer:
     """Training steps: autocast to bfloat16, float32 parameters, Adam."""
 
-    def __init__(self, model: ClickModel, interact: Interact) -> None:
+    def __init__(
+        self, model: ClickModel, interact: Interact, of: type[torch.optim.Adam] = torch.optim.Adam
+    ) -> None:
         self.model, self.interact = model.train(), interact
         self.device = next(model.parameters()).device
-        self.optimizer = torch.optim.Adam(
+        self.optimizer = of(
             model.parameters(), LEARNING_RATE, fused=True, capturable=self.device.type == "cuda"
         )
 
@@ -155,6 +158,7 @@ class Built:
     interact: Interact  # its `interact`, compiled if the arm is
     conversion: Any = None  # the result of `lokakern.convert`; None for arms without it
     notes: tuple[str, ...] = ()  # remarks for the report
+    optimizer: type[torch.optim.Adam] = torch.optim.Adam  # what steps its parameters
 
     @property
     def uncompiled(self) -> Built:
@@ -162,7 +166,7 @@ class Built:
         return replace(self, interact=self.model.interact)
 
     def trainer(self) -> Trainer:
-        return Trainer(self.model, self.interact)
+        return Trainer(self.model, self.interact, self.optimizer)
 
     def predictor(self) -> Predictor:
         return Predictor(self.model, self.interact)
@@ -251,7 +255,9 @@ def build(
         # On a CPU it is only traced: CPU code of Inductor is no evidence for a GPU.
         backend = "inductor" if setting.device.type == "cuda" else "eager"
         interact = torch.compile(interact, dynamic=False, backend=backend)
-    return Built(arm, model, interact, conversion, tuple(notes))
+    is_large = setting.large_steps and conversion is not None
+    optimizer = optim.Adam if is_large else torch.optim.Adam
+    return Built(arm, model, interact, conversion, tuple(notes), optimizer)
 
 
 def _changed(
