@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 ALL = "zoo"
 OF_ZOO = ("batches", "modes", "autocast", "time_limit", "jobs", "tune")
-NOT_OF_ZOO = ("size", "steps", "batch", "seeds", "arm", "most_rows", "whole", "suite")
+NOT_OF_ZOO = (
+    "size", "steps", "batch", "seeds", "arm", "most_rows", "whole", "large_steps", "suite",
+)  # fmt: skip
 
 
 @says_errors
@@ -75,7 +77,8 @@ def model(
     large_steps: Annotated[
         bool,
         typer.Option(
-            "--large-steps", help="Step the parameters of by-budget and lokakern by lokakern.optim."
+            "--large-steps",
+            help="Step the parameters of by-budget and lokakern by lokakern.nn.optim.",
         ),
     ] = False,
     out: Annotated[

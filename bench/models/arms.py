@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lokakern import mods, optim
+from lokakern import mods
 from lokakern.bench.compare.dispatch import owner_of
 from lokakern.bench.models.blocks import Batch, ClickModel, Inputs, Tables
 from lokakern.bench.models.catalog import CATALOG
@@ -22,6 +22,7 @@ from lokakern.bench.models.click_log import ClickLog
 from lokakern.conversion.convert import convert
 from lokakern.device import current_device
 from lokakern.errors import UnknownNameError, UnsupportedError
+from lokakern.nn import optim
 from lokakern.nn.module_scan import inner_layers
 from lokakern.probe.session import Probe
 from lokakern.registry.libraries import LIBRARIES
@@ -45,7 +46,7 @@ class Setting:
     training: bool  # whether steps are training steps or predictions
     device: torch.device  # where it runs
     budget: float  # largest accepted row error of a quantized product
-    large_steps: bool = False  # whether arms of `convert` are stepped by `lokakern.optim`
+    large_steps: bool = False  # whether arms of `convert` are stepped by `lokakern.nn.optim`
 
     @property
     def inputs(self) -> Inputs:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lokakern import optim
+from lokakern.nn import optim
 from tests.support.interpreted import run_interpreted
 
 PAIRS = ("Adam", "AdamW")
@@ -76,7 +76,7 @@ def check_steps_by_formula(device: str = "cpu") -> None:
 
 
 def test_interpreted() -> None:
-    run_interpreted("tests.test_optim")
+    run_interpreted("tests.nn.test_optim")
 
 
 @pytest.mark.parametrize("target", ["cuda:90:32", "hip:gfx942:64"])
