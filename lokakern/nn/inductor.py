@@ -363,8 +363,8 @@ def _quantized(
     wide = lowerings[aten.view.default](cast(x, torch.float32), [rows, columns // width, width])
     wide.mark_reuse(2)
     amax = lowerings[aten.amax.default](lowerings[aten.abs.default](wide), [2])
-    # In float64, as Inductor multiplies by the reciprocal of a constant: in float32 every other
-    # scale would be off by one ulp.
+    # In float64, as Inductor multiplies by the reciprocal of a constant: in float32 35 of
+    # a test's 64 scales were off by one ulp.
     largest = constant(torch.finfo(fp8).max, torch.float64)
     scale = cast(lowerings[aten.div.Tensor](cast(amax, torch.float64), largest), torch.float32)
     scale = lowerings[aten.where.self](

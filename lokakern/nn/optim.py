@@ -27,6 +27,16 @@ class _LargeSteps(torch.optim.Adam):
             options.setdefault("fused", True)
         super().__init__(params, *args, **options)
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As of `torch.optim`; groups of one that left its way of stepping open are fused."""
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            if group["fused"] is None and not (group["foreach"] or group["differentiable"]):
+                group["fused"] = True
+                for p in group["params"]:  # fused steps count on the device of a parameter
+                    if isinstance(count := self.state.get(p, {}).get("step"), Tensor):
+                        self.state[p]["step"] = count.to(p.device)
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """A step of all parameters that have a gradient, as of `torch.optim`."""
         if torch.compiler.is_compiling():  # a compiler writes its own kernels
@@ -91,7 +101,8 @@ class Adam(_LargeSteps):
     An H200 takes less time for a step, and results are torch's within the rounding of float32.
     The kernel takes parameters of `LEAST_ELEMENTS` or more on a GPU, in float32, bfloat16 or
     float16. torch steps all others, and those of a group that is not ``fused``, or has ``amsgrad``;
-    all of them in a step by a ``GradScaler`` or under ``torch.compile``, and in their first step.
+    all of them in a step by a ``GradScaler`` or under ``torch.compile``, and in their first step. So
+    it does DTensors, such as of FSDP2, and weights that have gaps or other orders in memory.
     """
 
 
@@ -113,12 +124,19 @@ def _fits(p: Tensor, state: dict[str, Any]) -> bool:
     if not _on_gpu(p) or not isinstance(step, Tensor) or step.device != p.device:
         return False
     tensors: Any = p, p.grad, state["exp_avg"], state["exp_avg_sq"]
-    kinds = torch.Tensor, torch.nn.Parameter
-    if not all(type(x) in kinds and x.layout is torch.strided for x in tensors):
-        return False
-    strides = p.stride()
     is_dense = p.is_contiguous() or (p.dim() == 2 and p.mT.is_contiguous())
-    return is_dense and all(x.dtype in DTYPES and x.stride() == strides for x in tensors)
+    return is_dense and all(_is_like(x, p) for x in tensors)
+
+
+def _is_like(x: Tensor, p: Tensor) -> bool:
+    """Whether a tensor is a plain one, at the same places of its memory as a parameter."""
+    return (
+        type(x) in (torch.Tensor, torch.nn.Parameter)
+        and x.layout is torch.strided
+        and (x.device, x.shape, x.stride()) == (p.device, p.shape, p.stride())
+        and x.dtype in DTYPES
+        and not x.is_neg()
+    )
 
 
 def _on_gpu(p: Tensor) -> bool:

@@ -202,6 +202,31 @@ def test_checkpoints_of_torch_go_on(seen: list[Any], name: str) -> None:
     assert_close(other, net)
 
 
+@pytest.mark.parametrize("name", PAIRS)
+def test_checkpoints_that_were_not_fused_go_on(seen: list[Any], name: str) -> None:
+    """torch leaves ``fused`` open by default, and counts steps on the host."""
+    net, optimizer = trained(torch.optim, name, lr=0.01)
+    other = copy.deepcopy(net)
+    mine = getattr(optim, name)(other.parameters(), lr=0.5)
+    mine.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for one, stepper in ((net, optimizer), (other, mine)):
+        backward(one, 9)
+        stepper.step()
+    assert len(seen) == 2
+    assert_close(other, net)
+
+
+def test_a_state_of_another_shape_or_device_is_not_read(seen: list[Any]) -> None:
+    net, optimizer = trained(optim, "Adam", 1)
+    weight = net[0].weight
+    backward(net, 1)
+    state = dict(optimizer.state[weight])
+    assert optim._fits(weight, state)
+    for other in (state["exp_avg"][:8], state["exp_avg"].to("meta"), state["exp_avg"].double()):
+        assert not optim._fits(weight, state | {"exp_avg": other})
+    assert not optim._fits(weight, state | {"exp_avg_sq": torch._neg_view(state["exp_avg_sq"])})
+
+
 def test_hooks_run_once_around_the_whole_step(seen: list[Any]) -> None:
     """A hook that clips gradients does so before any parameter is stepped, and all are there."""
     trained(torch.optim, "AdamW", 1, fused=True)  # now the step of its class calls hooks, too
