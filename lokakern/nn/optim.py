@@ -100,9 +100,9 @@ class Adam(_LargeSteps):
 
     An H200 takes less time for a step, and results are torch's within the rounding of float32.
     The kernel takes parameters of `LEAST_ELEMENTS` or more on a GPU, in float32, bfloat16 or
-    float16. torch steps all others, and those of a group that is not ``fused``, or has ``amsgrad``;
-    all of them in a step by a ``GradScaler`` or under ``torch.compile``, and in their first step. So
-    it does DTensors, such as of FSDP2, and weights that have gaps or other orders in memory.
+    float16. torch steps all others, such as DTensors of FSDP2 and weights with gaps in memory, and
+    those of a group that is not ``fused``, or has ``amsgrad``; all of them in a step by a
+    ``GradScaler`` or under ``torch.compile``, and in their first step.
     """
 
 
