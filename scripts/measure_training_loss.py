@@ -9,9 +9,10 @@ teacher's clicks on held-out samples, each copy predicting as it was trained, wi
 by Student's t over seeds. ``--warm 0`` trains both from the beginning: two runs that differ by a
 rounding then learn at slightly different times, which is most of what they differ by.
 
-Nothing is compiled for a further seed. A seed begins only if ``--seconds`` suffice for one that
-takes as long as the longest before. FILE is written after each. ``--size tiny --batch 256 --arm
-fp8-rowwise`` tries it on a CPU, with kernels emulated.
+Nothing is compiled for a further seed. From the third on, a seed begins only if ``--seconds``
+suffice for one that takes as long as the longest before, the first one aside, which compiles. FILE
+is written after each. ``--size tiny --batch 256 --arm fp8-rowwise`` tries it on a CPU, with kernels
+emulated.
 """
 
 from __future__ import annotations
@@ -192,7 +193,8 @@ def asked_of(words: list[str] | None = None) -> argparse.Namespace:
     asked = parser.parse_args(words)
     size, batch = MODELS[asked.model]
     asked.size, asked.batch = asked.size or size, asked.batch or batch
-    asked.rate = asked.rate or (RATE if asked.warm else LEARNING_RATE)
+    if asked.rate is None:
+        asked.rate = RATE if asked.warm else LEARNING_RATE
     return asked
 
 
