@@ -48,6 +48,7 @@ from lokakern.conversion.routes import (
     measures_bias,
     routes_of,
     with_padded_sizes,
+    without_chain,
 )
 from lokakern.conversion.step_host import StepHost, step_host
 from lokakern.conversion.tail_sites import found_tails
@@ -619,6 +620,11 @@ class Conversion:
         for sequence in self.sequences:
             weight = next(sequence.parameters(), None) if is_wanted else None
             scales, activating = ("",) * len(sequence), [""] * len(sequence)
+            chains = [""] * len(sequence)
+            for span in self.spans:
+                if span.module is sequence:
+                    for place, text in span.texts(self.off_chains).items():
+                        chains[place] = text
             rectified: tuple[str, ...] = ()
             joined: tuple[str, ...] = ()
             if weight is not None:
@@ -636,13 +642,10 @@ class Conversion:
                     route = activating_route(device, k, name, m_range=self._m_range)
                     if not route:
                         self._untimed.add((reader.out_features, k, name))
-                    elif has_activator(route, reader._routes[0], k):
+                        continue
+                    route = without_chain(route, chains[place + 1])
+                    if has_activator(route, reader._routes[0], k):
                         activating[place] = route
-            chains = [""] * len(sequence)
-            for span in self.spans:
-                if span.module is sequence:
-                    for place, text in span.texts(self.off_chains).items():
-                        chains[place] = text
             was_told = isinstance(sequence, BoundedSequential)
             remove_handoff(sequence, self._key)
             is_told = isinstance(sequence, BoundedSequential)  # by another conversion

@@ -20,11 +20,13 @@ from typing import TypeVar
 
 from lokakern.errors import UnsupportedError
 from lokakern.mods.pad import Pad
+from lokakern.nn.chain_plan import read_plan
 from lokakern.nn.routed_matmul import (
     PLAIN,
     Segments,
     emulation_of,
     merged,
+    name_at,
     read_route,
     route_text,
     with_eager,
@@ -150,6 +152,7 @@ class Judge:
         m_range: Smallest and largest m to choose for; None: all m. Predictions are listed there.
         is_of_one_m: Whether tables are asked at an end of this range only, as of weight gradients.
         wide: N and k that `mods.Pad` makes of those of the layer; None if it leaves them alone.
+        has_bias: Whether the layer adds a bias to its output, which times may lack.
     """
 
     budget: ErrorBudget | None
@@ -162,6 +165,7 @@ class Judge:
     m_range: MRange | None = None
     is_of_one_m: bool = False
     wide: tuple[int, int] | None = None
+    has_bias: bool = False
 
     def candidates(
         self, problem: Problem, gemm: str, device: Device
@@ -170,6 +174,7 @@ class Judge:
         table = dispatcher.table_for(
             problem, self.budget, self.distributions, device, self.regime, is_choice=False,
             is_training=self.is_training, predicts=self.predicts,
+            has_bias=self.has_bias and gemm == "output",
         )  # fmt: skip
         candidates = list(table.candidates)
         if table.padded and not self.pads:
@@ -225,7 +230,7 @@ def routes_of(
         half: Format of operands and outputs, bfloat16 or float16.
     """
     is_prepared = inference if is_prepared is None else is_prepared
-    judge = replace(judge, is_training=not inference)
+    judge = replace(judge, is_training=not inference, has_bias=has_bias)
     # Only where no form of a GEMM was measured.
     wide = Pad().sizes_of(n, k) if can_pad else None
     predicting = replace(judge, predicts=True, m_range=m_range, wide=wide)
@@ -313,6 +318,24 @@ def activating_route(
         segments.append((m, min(timed)[1] if timed else PLAIN))
     segments.append((segments[-1][0] + 1, PLAIN))
     return route_text(Granularity.ROW, segments, [(0, PLAIN)])
+
+
+def without_chain(route: str, plan: str) -> str:
+    """A route of `activating_route` where no chain begins at the layer that reads the rows.
+
+    A chain computes more than this layer, and quantizes its input itself.
+
+    Args:
+        route: The route.
+        plan: Of the chain (`lokakern.nn.chain_plan`); "" for none.
+    """
+    if not plan:
+        return route
+    form, aligned, other = read_route(route)
+    chained = [(m, "chain" if steps else PLAIN) for m, steps in read_plan(plan)[1]]
+    starts = sorted({m for m, _ in (*aligned, *chained)})
+    kept = [(m, PLAIN if name_at(chained, m) else name_at(aligned, m)) for m in starts]
+    return route_text(form, merged(kept), other)
 
 
 def problem_of(

@@ -361,13 +361,14 @@ def table_for(
     is_choice: bool = True,
     is_training: bool = False,
     predicts: bool = True,
+    has_bias: bool = False,
 ) -> Table:
     """The choices for a problem at every m with the same alignment.
 
     Only kernels with the abilities ``needs`` (`registry.register.NEEDS`) are considered. With
     ``is_choice`` the chosen kernel is run, and `lokakern.freeze` writes the table. With
     ``is_training`` host costs are those of products in training steps. Without ``predicts`` only
-    measurements count.
+    measurements count. With ``has_bias`` a layer adds a bias to the product, whatever the epilogue.
 
     Raises:
         UnknownNameError: Unknown regime or distribution.
@@ -379,7 +380,7 @@ def table_for(
     check_regime(regime)
     device = device_named(device)
     key = (replace(problem, m=0), m_alignment, budget, distributions, device, regime, needs,
-           is_training, predicts)  # fmt: skip
+           is_training, predicts, has_bias)  # fmt: skip
     with _LOCK:
         table = _TABLES.get(key)
         if table is None:
@@ -396,6 +397,7 @@ def table_for(
                 needs,
                 is_training=is_training,
                 predicts=predicts,
+                has_bias=has_bias,
             )
         if is_choice and not table.is_choice:
             table.is_choice = True
@@ -478,6 +480,7 @@ def _build(
     *,
     is_training: bool = False,
     predicts: bool = False,
+    has_bias: bool = False,
 ) -> Table:
     held = choices()
     local = target in devices_here()
@@ -541,8 +544,9 @@ def _build(
             lambda: told or measured_instead(facts, problem, target, timed, regime)
         )
     candidates, padded = with_padded_rows(
-        known_as, candidates, evidence, timed, is_compiled=regime in COMPILER_PADS
-    )
+        known_as, candidates, evidence, timed, is_compiled=regime in COMPILER_PADS,
+        has_bias=has_bias or "bias" in known_as.epilogue.split("+"),
+    )  # fmt: skip
     candidates, host = with_host_costs(candidates, problem, costs, is_training=is_training)
     predicted: Forecast | None = None
     # The unquantized kernel of a gemm is no choice; loose tables are asked within many budgets.

@@ -4,7 +4,8 @@ Where n or k is no multiple of 8, cuBLAS reads unaligned rows: it may take 5 tim
 zeros added, which a user, or torch.compile, would add. A product of the padded sizes is a measured
 fact of another problem. Added to it is the time to copy what is padded, at the rate of the fastest
 quantizer measured on the same rows; not in a compiled model, whose compiler writes padded rows in
-the first place. Launches are not counted, so that the time is a lower bound.
+the first place, but may copy the bias over the output (`copies_bias`). Launches are not counted, so
+that the time is a lower bound.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def padded_problem(problem: Problem) -> Problem | None:
 
 def with_padded_rows(
     problem: Problem, candidates: Sequence[Candidate], evidence: Evidence, timed: str, *,
-    is_compiled: bool,
+    is_compiled: bool, has_bias: bool,
 ) -> tuple[list[Candidate], str]:  # fmt: skip
     """The candidates and the kernel that pads, with an estimate of its time if it has none.
 
@@ -42,6 +43,7 @@ def with_padded_rows(
         timed: The regime of times.
         is_compiled: Whether a compiler pads activations at no cost. A measured time, which contains
             the cost, is then replaced, or dropped if the padded sizes were not measured.
+        has_bias: Whether a bias is added, in the problem or behind it.
 
     Returns:
         The candidates, and the padded sizes in words; "" if rows are aligned.
@@ -61,6 +63,9 @@ def with_padded_rows(
     if at_wide is None:
         return [c for c in found if c is not own], words
     rates = {} if is_compiled else _rates(problem, evidence, timed)
+    us_per_byte = 0.0
+    if is_compiled and has_bias and copies_bias(wide.n, problem.n):
+        us_per_byte = evidence.facts.least_us_per_byte(evidence.device, timed)
     times = {}
     for m in sorted({m for c in found for m in c.times}):
         here = replace(problem, m=m)
@@ -68,12 +73,15 @@ def with_padded_rows(
         time = at_wide.time_at(sizes[0])
         if time is not None:
             copied = bytes_copied(here) / rates[m] if m in rates else 0.0
+            copied += sizes[0] * wide.n * wide.a.format.dtype.itemsize * us_per_byte
             times[m] = replace(time[0], latency_us=time[0].latency_us + copied)
     if not times:
         return [c for c in found if c is not own], words
     how = f"of {at_wide.name} at {words}"
     if any(m in rates for m in times):
         how += ", and of copies at the rate of a quantizer"
+    if us_per_byte:
+        how += ", and of a copy of the bias over the output"
     estimate = replace(
         like, name=PADDED, kernel=KERNELS[PADDED], times=times, failed={}, estimated=how,
         failed_here=frozenset(), has_unverified=at_wide.has_unverified, set_aside=(),
@@ -122,6 +130,15 @@ def _rates(problem: Problem, evidence: Evidence, timed: str) -> dict[int, float]
             rate = replace(asked, m=m).bytes_moved / time.latency_us
             rates[m] = max(rate, rates.get(m, 0.0))
     return rates
+
+
+def copies_bias(n: int, columns: int) -> bool:
+    """Whether torch.compile copies a bias over an output that it pads to n columns.
+
+    Inductor separates rows of more than 1024 columns by multiples of 64, and cuBLAS adds a bias
+    itself to outputs without gaps only. The copy takes 23 us at 8192 x 1677 on an H200.
+    """
+    return n != columns and n > 1024 and n % 64 != 0
 
 
 def bytes_copied(problem: Problem) -> int:

@@ -6,6 +6,7 @@ import copy
 import functools
 from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,13 @@ from lokakern.conversion.chain_spans import FoundLayer, spans_of
 from lokakern.conversion.convert import Conversion
 from lokakern.nn.adoption import adopt
 from lokakern.nn.block_rms_norm import BlockRMSNorm
+from lokakern.nn.chain_plan import steps_at
 from lokakern.nn.linear_norm_act import LinearNormAct
+from lokakern.nn.routed_matmul import kernel_at
 from lokakern.selection import dispatcher
 from lokakern.selection.weight_forms import with_weight
 from lokakern.types import ErrorBudget, Format
+from lokakern.workloads.norm_cases import norm_quantize_case
 from lokakern.workloads.suite_files import suite_from_file
 from tests.conversion.test_chains import NARROW, WIDE, both
 from tests.support import measurements
@@ -394,6 +398,30 @@ def test_static_scales_and_activations_hold_where_no_chain_runs(book: Book) -> N
     assert chain_count(handle) == 1
     assert handle.handed_over == ["8"]
     assert is_chained(model)
+
+
+def test_an_activation_before_a_chain_is_not_that_of_a_quantizer(book: Book) -> None:
+    """The chain begins with the layer behind the relu at m = 512, and not at m = 128."""
+    model = line(nn.Linear(512, 512), nn.ReLU(), *tower())
+    relu = norm_quantize_case(16, 512, "relu", "X1", Format.E4M3FN, ROW).problem
+    prepared = with_weight(gemm(512, 1024, 512), ROW, measurements.H200)
+    rows_ = [accuracy(ROUTED, prepared, 0.04)]
+    for m in (128, 512):
+        at = replace(prepared, m=m)
+        rows_ += [time("cuda.activate_quantize_row", replace(relu, m=m), 1.0),
+                  time(BF16, at, 30.0), time(ROUTED, at, 20.0)]  # fmt: skip
+    book.write(*rows_)
+    handle = convert(model, 0.06)
+    assert chain_count(handle) == 1
+    handoff = model._handoffs[-1]
+    assert steps_at(handoff.chains[2], 512) and not steps_at(handoff.chains[2], 128)
+    assert [kernel_at(handoff.activating[1], m) for m in (128, 496, 512)] == [
+        "cuda.activate_quantize_row", "cuda.activate_quantize_row", "",
+    ]  # fmt: skip
+    for run in (model, torch.compile(model, backend="eager", dynamic=False)):
+        assert is_chained(run)
+    handle = convert(model, 0.06, chains=False)
+    assert kernel_at(model._handoffs[-1].activating[1], 512)
 
 
 def test_layers_of_chains_are_not_offloaded(book: Book) -> None:

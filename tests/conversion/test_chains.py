@@ -308,6 +308,26 @@ def test_a_compiler_pads_the_rival_of_unaligned_rows(book: Book) -> None:
     assert Rivals(judge).at(SpanLayer(odd, 1e-5, route), 512) == pytest.approx((50, 0), abs=0.2)
 
 
+@pytest.mark.parametrize("regime", [None, "graph-cold", "compiled", "compiled-graph"])
+@pytest.mark.parametrize(
+    ("n", "norm", "is_long"),
+    [(2048, "layer", True), (2048, "rms", True), (1024, "layer", False),
+     (2048, "block_rms(256)", False)],
+)  # fmt: skip
+def test_a_compiler_reads_long_rows_twice(
+    book: Book, n: int, norm: str, is_long: bool, regime: str | None
+) -> None:
+    layer = Layer(n, 512, f"bias+{norm}" + "+affine" * (norm in ("layer", "rms")))
+    bytes_of_y = 2 * 512 * n
+    # The fastest of all: 10 us for the bytes of a product, so that y is read in less than 10 us.
+    book.write(*layer_rows(layer, {512: 30.0}, {512: 10.0}))
+    rate = dispatcher.snapshot().least_us_per_byte(H200, "graph-cold")
+    (us, _) = Rivals(replace(JUDGE, regime=regime)).at(SpanLayer(layer, 1e-5, PLAIN), 512) or (0, 0)
+    is_compiled = (regime or "").startswith("compiled")
+    again = bytes_of_y * rate if is_long and is_compiled else 0.0
+    assert us == pytest.approx(30.0 + again) and 0 < bytes_of_y * rate < 10
+
+
 def test_the_rival_of_a_handed_input_has_no_quantizer(book: Book) -> None:
     problem = make_problem("scaled_gemm", (512, NARROW.n, NARROW.k), epilogue="bias")
     scaled = ROUTED.partition("+")[2]
