@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from lokakern.nn.activated_products import activate_in_products
 from lokakern.nn.added_products import add_in_products
 from lokakern.nn.concatenated_tokens import multiply_parts, write_terms
 from lokakern.nn.flat_sums import IS_NEEDED, sum_to_vectors
@@ -38,7 +39,7 @@ except ImportError:
     config = custom_graph_pass = get_donated_idxs = V = None  # type: ignore[assignment]
 
 PASSES: tuple[Callable[[fx.Graph], None], ...] = (
-    multiply_parts, norm_sums, write_terms, attend_at_once,
+    multiply_parts, norm_sums, write_terms, attend_at_once, activate_in_products,
 )  # fmt: skip
 EXACT_PASSES: tuple[Callable[[fx.Graph], None], ...] = (
     keep_blocks, *([sum_to_vectors] if IS_NEEDED else []), tap_at_the_end,
@@ -47,7 +48,7 @@ JOINT_PASSES: tuple[Callable[[fx.Graph], None], ...] = (
     attend_in_training, add_in_products, write_in_float32,
 )  # fmt: skip
 OPS = (
-    "routed_gemm", "activated_gemm", "routed_chain", "weight_gradient",
+    "routed_gemm", "activated_gemm", "activated_product", "routed_chain", "weight_gradient",
     "wide_weight_gradient", "norm_gradient", "bias_gradient", "logit",
 )  # fmt: skip
 # A pass of this class is told whether a graph is of inference; earlier torch has none.

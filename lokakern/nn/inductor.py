@@ -99,7 +99,20 @@ def fuse_quantizers() -> None:
         given = () if is_usual else (left, left_scales, left_scale, apart)
         return call(a, b, data, scale, bias, route, *given)
 
+    call_activated = called("activated_product")
+
+    def activated(
+        a: Any, data: Any, scale: Any, bias: Any, route: str, activation: str, left: Any = None,
+        left_scales: Any = None,
+    ) -> Any:  # fmt: skip
+        form = _form(a, route)
+        left, left_scales = quantized(a, form, route)
+        if left is None:
+            left, left_scales = quantize(a, form)
+        return call_activated(None, data, scale, bias, route, activation, left, left_scales)
+
     ops = torch.ops.lokakern
+    register_lowering(ops.activated_product.default, type_promotion_kind=None)(activated)
     register_lowering(ops.routed_gemm.default, type_promotion_kind=None)(lowered)
     for name in ("activated_gemm", "weight_gradient", "wide_weight_gradient", "routed_chain"):
         op = getattr(ops, name).default
@@ -238,6 +251,12 @@ def activated_gemm(*given: Any) -> Tensor:
     return _called("lokakern::activated_gemm", torch.ops.lokakern.activated_gemm.default, given)
 
 
+def activated_product(*given: Any) -> Tensor:
+    """``torch.ops.lokakern.activated_product``."""
+    op = torch.ops.lokakern.activated_product.default
+    return _called("lokakern::activated_product", op, given)
+
+
 def weight_gradient(*given: Any) -> Tensor:
     """``torch.ops.lokakern.weight_gradient``."""
     return _called("lokakern::weight_gradient", torch.ops.lokakern.weight_gradient.default, given)
@@ -284,7 +303,9 @@ def _readers(node: torch.fx.Node) -> int:
     """How many products read the left operand of a product."""
     operand = node.args[0]
     assert isinstance(operand, torch.fx.Node)
-    return sum(x.target is node.target and x.args[0] is operand for x in operand.users)
+    ops = torch.ops.lokakern
+    products = (ops.routed_gemm.default, ops.activated_product.default)
+    return sum(x.target in products and x.args[0] is operand for x in operand.users)
 
 
 def _is_summed_over_rows(node: torch.fx.Node) -> bool:

@@ -28,7 +28,7 @@ from torch.nn.functional import linear
 
 from lokakern import jit, sampled_check
 from lokakern.device import current_device
-from lokakern.epilogue import NormEpilogue
+from lokakern.epilogue import Epilogue, NormEpilogue
 from lokakern.errors import ShapeError, UnsupportedError
 from lokakern.functional.quantize import dequantize, quantize
 from lokakern.functional.scaled_gemm import scaled_gemm
@@ -493,6 +493,37 @@ def _activated_gemm_fake(
     return _empty(x, None, data)
 
 
+def _activated_product(
+    a: Tensor | None, data: Tensor, scale: Tensor, bias: Tensor | None, route: str,
+    activation: str, left: Tensor | None = None, left_scales: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """``activation(a @ b + bias)`` by the GEMM of a route's kernel at this m.
+
+    Args:
+        a: As of `multiply`, as the other arguments; None with ``left``.
+        data: Of a quantized weight.
+        scale: The scales of ``data``.
+        bias: ``[n]``, or None.
+        route: The route.
+        activation: One that the GEMM's epilogue has.
+        left: a in FP8.
+        left_scales: The scales of ``left``.
+    """
+    if left is None:
+        assert a is not None
+        left, left_scales = _quantize_weight(row_major(a, apart=True), read_route(route)[0].value)
+    return _multiply(None, None, data, scale, bias, route, left, left_scales, activation=activation)
+
+
+def _activated_product_fake(
+    a: Tensor | None, data: Tensor, scale: Tensor, bias: Tensor | None, route: str,
+    activation: str, left: Tensor | None = None, left_scales: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    whole = left if a is None else a
+    assert whole is not None
+    return _empty(whole, None, data, dtype_of(route))
+
+
 def quantize_weight(weight: Tensor, scales: str) -> tuple[Tensor, Tensor]:
     """Data and scales of a weight ``[n, k]`` in FP8, as `multiply` takes them."""
     data, scale = OPS.quantize_weight(weight, scales)
@@ -512,10 +543,12 @@ def _multiply(
     apart: bool = False,
     *,
     is_wide: bool = False,
+    activation: str = "none",
 ) -> Tensor:
     """See `multiply`; ``left`` and ``data`` replace a and b of None.
 
-    A wide result of a kernel is float32; one without a kernel is bfloat16.
+    A wide result of a kernel is float32; one without a kernel is bfloat16. With an activation,
+    ``left`` is given, and m is one that the route has a kernel for.
     """
     whole = left if a is None else a
     assert whole is not None
@@ -549,7 +582,7 @@ def _multiply(
         if left is not None:
             if left_scales is None:
                 left_scales = equal_scales(kernel.granularity, left, left_scale)
-            _launch_scaled(kernel, left, left_scales, right, out, bias)
+            _launch_scaled(kernel, left, left_scales, right, out, bias, activation)
             if loaded.watch is not None:
                 loaded.watch.see(a, b, out, bias, kernel.name)
             return out
@@ -590,13 +623,14 @@ def _dequantized(
 
 def _launch_scaled(
     kernel: Kernel, left: Tensor, scales: Tensor, right: QuantizedTensor, out: Tensor,
-    bias: Tensor | None,
+    bias: Tensor | None, activation: str = "none",
 ) -> None:  # fmt: skip
     """Launch the GEMM of a composition on a quantized left operand."""
     multiply = KERNELS[kernel.parts[-1]]
-    workspace = multiply.workspace(left, scales, *right.transpose, None, None)
+    extra = () if activation == "none" else (Epilogue(activation),)
+    workspace = multiply.workspace(left, scales, *right.transpose, None, None, *extra)
     with torch.autocast(left.device.type, enabled=False):
-        multiply.launch(left, scales, *right.transpose, out, bias, workspace)
+        multiply.launch(left, scales, *right.transpose, out, bias, workspace, *extra)
 
 
 _SCALES: dict[tuple[Granularity, torch.Size, torch.device, str], Tensor] = {}
@@ -697,7 +731,7 @@ def _weight_gradient(grad: Tensor, x: Tensor, route: str) -> Tensor:
 
 def _wide_weight_gradient(grad: Tensor, x: Tensor, route: str) -> Tensor:
     """The same in float32, not rounded to bfloat16 first where the kernel `writes_float32`."""
-    kernel = _kernel_at(route, grad.shape[0], x.device)
+    kernel = kernel_here(route, grad.shape[0], x.device)
     if kernel is None or _is_left_to_torch(grad, x, route):
         if x.is_cuda and not _IS_AMD:
             return torch.mm(grad.t(), x, out_dtype=torch.float32)
@@ -720,7 +754,7 @@ def writes_float32(kernel: str) -> bool:
     return kernel.endswith(("+torch.scaled_mm_block", "+torch.emulated_block"))
 
 
-def _kernel_at(route: str, m: int, device: torch.device) -> Kernel | None:
+def kernel_here(route: str, m: int, device: torch.device) -> Kernel | None:
     """The kernel of a route at m on a device; None for the unquantized product."""
     if route == PLAIN or not m:
         return None
@@ -748,7 +782,7 @@ def _add_weight_gradient(
             f"{list(shape)} torch.float32"
         )
     # The version stays: compilers may save it for the backward pass of each graph that is kept.
-    total, kernel = main_grad.data, _kernel_at(route, grad.shape[0], x.device)
+    total, kernel = main_grad.data, kernel_here(route, grad.shape[0], x.device)
     with torch.autocast(x.device.type, enabled=False):  # emulations multiply in float32
         if kernel is not None and _adds(kernel, x.device):
             if scales is not None and amax is not None:
@@ -787,7 +821,7 @@ def _delayed_gemm(
         route: With a key, see `delayed`.
         product: `OUTPUT`, `GRAD_INPUT` or `GRAD_WEIGHT`.
     """
-    kernel = _kernel_at(route, a.shape[1 if product == GRAD_WEIGHT else 0], a.device)
+    kernel = kernel_here(route, a.shape[1 if product == GRAD_WEIGHT else 0], a.device)
     if kernel is None:
         b = b.to(a.dtype)
         return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
@@ -911,6 +945,13 @@ recorded_op(
     "str route) -> Tensor",
     _activated_gemm,
 )
+recorded_op(
+    _LIBRARY,
+    "activated_product(Tensor? a, Tensor data, Tensor scale, Tensor? bias, str route, "
+    "str activation, Tensor? left=None, Tensor? left_scales=None) -> Tensor",
+    _activated_product,
+)
+torch.library.register_fake("lokakern::activated_product", _activated_product_fake, lib=_LIBRARY)
 torch.library.register_fake("lokakern::activated_gemm", _activated_gemm_fake, lib=_LIBRARY)
 torch.library.register_fake("lokakern::quantize_activated", _quantize_activated_fake, lib=_LIBRARY)
 torch.library.register_fake("lokakern::routed_gemm", _multiply_fake, lib=_LIBRARY)
