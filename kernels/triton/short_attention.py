@@ -71,6 +71,13 @@ def _scores(
     return score, is_read
 
 
+@triton.jit
+def _silu(x: tl.tensor) -> tl.tensor:
+    """Silu in float32, rounded."""
+    wide = x.to(tl.float32)
+    return (wide / (1.0 + tl.exp2(-wide * LOG2_E))).to(x.dtype)
+
+
 @triton.jit(do_not_specialize=["queries", "keys"])
 def short_attention_kernel(
     q: tl.tensor,
@@ -104,6 +111,7 @@ def short_attention_kernel(
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
     D: tl.constexpr,
+    ACTIVATED: tl.constexpr,
 ) -> None:
     """QUERIES queries of one head."""
     tiles = tl.cdiv(queries, QUERIES)
@@ -127,6 +135,8 @@ def short_attention_kernel(
         has_column & has_inner,
         other=0.0,
     )
+    if ACTIVATED:
+        left, right, values = _silu(left), _silu(right), _silu(values)
     score, is_read = _scores(
         left, right, bias + sample * bias_sample + head * bias_head, bias_row, bias_column,
         row, column, has_row, keys, SCALE, BIAS, EACH, CAUSAL,
@@ -274,7 +284,7 @@ def tile_of(queries: int, keys: int, d: int) -> tuple[int, int, int, int]:
 
 def short_attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, causal: bool, zeros: bool,
-    silu: float = 0.0,
+    silu: float = 0.0, activated: bool = False,
 ) -> Tensor:  # fmt: skip
     """``[batch, queries, heads, d]``, contiguous.
 
@@ -288,6 +298,7 @@ def short_attention(
         causal: Whether query t reads keys up to t only.
         zeros: Whether a query that reads no key gets zeros, instead of NaN.
         silu: 0 for a softmax; else values are weighted by so many times silu of scores.
+        activated: Whether q, k and v are silu of what is given, rounded to its dtype.
 
     Raises:
         ValueError: There are more keys or columns than a tile holds.
@@ -305,7 +316,7 @@ def short_attention(
         (q, k, v, bias, out),
         (heads, d, *strides, *steps),
         (queries, keys),
-        (scale, kind, is_each, silu, causal, zeros, *tile),
+        (scale, kind, is_each, silu, causal, zeros, *tile, activated),
         warps,
         1,
     )

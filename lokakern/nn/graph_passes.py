@@ -21,13 +21,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from lokakern.nn.activated_products import activate_in_products
 from lokakern.nn.added_products import add_in_products
 from lokakern.nn.concatenated_tokens import multiply_parts, write_terms
+from lokakern.nn.few_terms import sum_few_terms
 from lokakern.nn.flat_sums import IS_NEEDED, sum_to_vectors
 from lokakern.nn.late_taps import tap_at_the_end
 from lokakern.nn.normalized_blocks import keep_blocks
-from lokakern.nn.short_attention import attend_at_once, attend_in_training
+from lokakern.nn.rectified_products import rectify_in_products
+from lokakern.nn.short_attention import (
+    activate_in_attention,
+    attend_at_once,
+    attend_in_training,
+)
 from lokakern.nn.summed_norm import norm_sums
 from lokakern.nn.wide_gradients import write_in_float32
 
@@ -39,13 +44,14 @@ except ImportError:
     config = custom_graph_pass = get_donated_idxs = V = None  # type: ignore[assignment]
 
 PASSES: tuple[Callable[[fx.Graph], None], ...] = (
-    multiply_parts, norm_sums, write_terms, attend_at_once, activate_in_products,
+    multiply_parts, norm_sums, write_terms, attend_at_once, activate_in_attention,
+    rectify_in_products, sum_few_terms,
 )  # fmt: skip
 EXACT_PASSES: tuple[Callable[[fx.Graph], None], ...] = (
     keep_blocks, *([sum_to_vectors] if IS_NEEDED else []), tap_at_the_end,
 )  # fmt: skip
 JOINT_PASSES: tuple[Callable[[fx.Graph], None], ...] = (
-    attend_in_training, add_in_products, write_in_float32,
+    attend_in_training, add_in_products, write_in_float32, sum_few_terms,
 )  # fmt: skip
 OPS = (
     "routed_gemm", "activated_gemm", "activated_product", "routed_chain", "weight_gradient",

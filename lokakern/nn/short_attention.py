@@ -18,9 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.nn import functional
 
 from lokakern.nn.attention_patterns import Attention, Gradients, by_heads, find_attention
 from lokakern.nn.graph_edit import RESHAPES, add, replace, value
+from lokakern.nn.silu_pattern import silu_operand
 from lokakern.nn.token_mixing import has_triton
 
 aten = torch.ops.aten
@@ -28,6 +30,10 @@ _LIBRARY = torch.library.Library("lokakern", "FRAGMENT")
 MOST_KEYS = 128
 MOST_COLUMNS = 64
 _TURNED = [0, 2, 1, 3]
+_PARTS = RESHAPES | {
+    aten.expand.default, aten.permute.default, aten.select.int, aten.slice.Tensor,
+    aten.split.Tensor, aten.split_with_sizes.default, aten.transpose.int, aten.unsqueeze.default,
+}  # fmt: skip
 
 
 def _weights(
@@ -52,19 +58,21 @@ def _weights(
 
 def _short_attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, causal: bool, zeros: bool,
-    silu: float,
+    silu: float, activated: bool = False,
 ) -> Tensor:  # fmt: skip
     if q.is_cuda:
         from lokakern.kernels.triton.short_attention import short_attention
 
-        return short_attention(q, k, v, bias, scale, causal, zeros, silu)
+        return short_attention(q, k, v, bias, scale, causal, zeros, silu, activated)
+    if activated:
+        q, k, v = map(functional.silu, (q, k, v))
     _, p, _ = _weights(q, k, bias, scale, causal, zeros, silu)
     return (p @ v.float()).to(q.dtype).transpose(1, 2).contiguous()
 
 
 def _short_attention_fake(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, causal: bool, zeros: bool,
-    silu: float,
+    silu: float, activated: bool = False,
 ) -> Tensor:  # fmt: skip
     batch, heads = (max(x.shape[dim] for x in (q, k, v)) for dim in (0, 1))
     return q.new_empty((batch, q.shape[2], heads, q.shape[3]))
@@ -105,7 +113,8 @@ _GIVEN = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, float scale, bool causal, bool zeros, float silu"
 )
 for _name, _schema, _run, _fake in (
-    ("short_attention", f"({_GIVEN}) -> Tensor", _short_attention, _short_attention_fake),
+    ("short_attention", f"({_GIVEN}, bool activated=False) -> Tensor", _short_attention,
+     _short_attention_fake),
     ("short_attention_gradients", f"(Tensor dy, {_GIVEN}) -> (Tensor, Tensor, Tensor)",
      _gradients, _gradients_fake),
 ):  # fmt: skip
@@ -128,6 +137,43 @@ def attend_at_once(graph: fx.Graph) -> None:
                 view.target = aten.reshape.default if view.target in RESHAPES else view.target
             _write(found)
     graph.eliminate_dead_code()
+
+
+def activate_in_attention(graph: fx.Graph) -> None:
+    """Compute silu of queries, keys and values in attention, if they are parts of one silu.
+
+    Inductor writes what a kernel of ours reads: in HSTU silu of 8192 x 2048, 25 us of an H200. What
+    else reads this silu, such as the gate, computes it as it loads the product.
+    """
+    op = torch.ops.lokakern.short_attention.default
+    for node in list(graph.find_nodes(op="call_function", target=op)):
+        found = [_part_of_silu(x) for x in node.args[:3]]
+        sources = {source for source, _, _ in filter(None, found)}
+        if None in found or len(sources) > 1 or len(node.args) > 8:
+            continue
+        with graph.inserting_before(node):
+            parts = [_without_silu(graph, *part) for part in filter(None, found)]
+            made = add(graph, op, *parts, *node.args[3:], True)
+        replace(node, made)
+    graph.eliminate_dead_code()
+
+
+def _without_silu(graph: fx.Graph, x: fx.Node, silu: fx.Node, views: list[fx.Node]) -> fx.Node:
+    """The same part of what silu was taken of."""
+    now = add(graph, aten.reshape.default, x, list(silu.meta["val"].shape))
+    for view in views:
+        now = add(graph, view.target, now, *view.args[1:], **view.kwargs)
+    return now
+
+
+def _part_of_silu(node: Any) -> tuple[fx.Node, fx.Node, list[fx.Node]] | None:
+    """What silu was taken of, the silu, and the views of it up to a node, from it on."""
+    views: list[fx.Node] = []
+    while isinstance(node, fx.Node) and (node.target in _PARTS or node.target is operator.getitem):
+        views.insert(0, node)
+        node = node.args[0]
+    x = silu_operand(node) if isinstance(node, fx.Node) else None
+    return None if x is None or value(x) is None else (x, node, views)
 
 
 def attend_in_training(graph: fx.Graph) -> None:

@@ -135,6 +135,44 @@ def test_an_attention_of_products_is_one_op_without_copies(attend: Attend) -> No
     assert found.shape == expected.shape and distance < 0.01
 
 
+class Activated(Model):
+    """With silu of queries, keys, values and a gate, as in HSTU."""
+
+    def forward(self, x: Tensor, present: Tensor) -> Any:
+        made = functional.silu(self.inputs(x.flatten(0, 1)).view(*x.shape[:2], -1))
+        parts = made.chunk(3, -1)
+        q, k, v = (y.reshape(*x.shape[:2], HEADS, D).transpose(1, 2) for y in parts)
+        y = self.attend(q, k, v, present).transpose(1, 2).flatten(2)
+        return y * parts[0][:, : y.shape[1]]
+
+
+@pytest.mark.parametrize("attend", [by_silu, plain, few_queries])
+def test_silu_of_the_operands_is_taken_in_the_kernel(attend: Attend) -> None:
+    model, inputs = Activated(attend), given()
+    found, code = passed(model, *inputs)
+    (call,) = (line for line in code.splitlines() if "short_attention.default" in line)
+    assert call.split(";")[0].endswith(", True)")
+    with torch.no_grad():
+        expected = model(*inputs)
+    distance = (found.double() - expected.double()).norm() / expected.double().norm()
+    assert distance < 0.01
+
+
+def mixed(q: Tensor, k: Tensor, v: Tensor, present: Tensor) -> Tensor:
+    """Values are no silu."""
+    return by_silu(q, k, 2 * v, present)
+
+
+def test_operands_of_which_one_is_no_silu_are_left() -> None:
+    model, inputs = Activated(mixed), given()
+    found, code = passed(model, *inputs)
+    (call,) = (line for line in code.splitlines() if "short_attention.default" in line)
+    assert not call.split(";")[0].endswith(", True)")
+    with torch.no_grad():
+        expected = model(*inputs)
+    assert (found.double() - expected.double()).norm() < 0.01 * expected.double().norm()
+
+
 def trained(model: nn.Module, *given: Tensor) -> tuple[list[Tensor], str]:
     """Output and gradients of a compiled step, and the text of both graphs."""
     found, graphs = graphs_of(
@@ -726,6 +764,10 @@ def check(device: str, dtype: torch.dtype) -> None:
             found = run(q, k, v, bias, d**-0.5, causal, True, 0.5)
             expected = reference(q, k, v, bias, d**-0.5, causal, 0.5)
             assert (found.double() - expected).norm() < 0.01 * expected.norm()
+            found = run(q, k, v, bias, d**-0.5, causal, True, 0.5, True)
+            parts = [functional.silu(x.float()).to(dtype) for x in (q, k, v)]
+            expected = reference(*parts, bias, d**-0.5, causal, 0.5)  # type: ignore[misc]
+            assert (found.double() - expected).norm() < 0.01 * expected.norm()
         check_gradients(q, k, v, bias, d**-0.5, causal, 0.0)
         if kind != "added":
             check_gradients(q, k, v, bias, d**-0.5, causal, 0.5)
@@ -813,6 +855,10 @@ def test_a_model_is_right_on_a_gpu(attend: Attend) -> None:
         )
         expected = model(*inputs)
     assert "short_attention" in "\n".join(codes)
+    assert (found.double() - expected.double()).norm() < 0.01 * expected.double().norm()
+    model = Activated(attend).cuda()
+    with torch.no_grad():
+        found, expected = torch.compile(model, dynamic=False)(*inputs), model(*inputs)
     assert (found.double() - expected.double()).norm() < 0.01 * expected.double().norm()
 
 

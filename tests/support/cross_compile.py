@@ -276,17 +276,18 @@ def attention_cases(*, gradients: bool) -> list[Case]:
         pointers = (f"*{dtype}", *operands, of_bias, *operands)
         # At 128 x 64 the fastest of nine tiles spills: 52 us of an H200, 74 the next.
         spills = 160 if gradients and keys * d == 128 * 64 else 0
-        found.append(
-            Case(
-                f"short_attention{'_gradients' * gradients} {dtype} {queries}x{keys}x{d} {bias} "
-                f"{silu}",
-                k.short_attention_gradients_kernel if gradients else k.short_attention_kernel,
-                pointers if gradients else (*operands, of_bias, f"*{dtype}"),
-                (4, d, *steps * (4 if gradients else 3), keys, 0, 0, 1), 2,
-                (0.25, bias, each, silu, causal, True, *tile), warps, 1, is_registered=False,
-                may_spill=spills,
-            )
-        )  # fmt: skip
+        for activated in [()] if gradients else [(False,), (True,)] if silu else [(False,)]:
+            found.append(
+                Case(
+                    f"short_attention{'_gradients' * gradients} {dtype} {queries}x{keys}x{d} "
+                    f"{bias} {silu}{' activated' * any(activated)}",
+                    k.short_attention_gradients_kernel if gradients else k.short_attention_kernel,
+                    pointers if gradients else (*operands, of_bias, f"*{dtype}"),
+                    (4, d, *steps * (4 if gradients else 3), keys, 0, 0, 1), 2,
+                    (0.25, bias, each, silu, causal, True, *tile, *activated), warps, 1,
+                    is_registered=False, may_spill=spills,
+                )
+            )  # fmt: skip
     return found
 
 
