@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 _OWNED: ContextVar[bool] = ContextVar("lokakern_owned_scratch", default=False)
+_OF_CALL: ContextVar[list[Tensor] | None] = ContextVar("lokakern_call_scratch", default=None)
 _ON_OWNED: list[Callable[[int], None]] = []
 _OF_STREAM: dict[tuple[int, int], Tensor] = {}
 
@@ -35,6 +36,19 @@ def owned() -> Iterator[None]:
             tell(-1)
 
 
+@contextmanager
+def of_one_call() -> Iterator[None]:
+    """Let launches within the block, on one stream, share scratch that is cleared once.
+
+    Each clearing is a launch: 2.4 us of an H200 between two kernels of a graph.
+    """
+    token = _OF_CALL.set([])
+    try:
+        yield
+    finally:
+        _OF_CALL.reset(token)
+
+
 def on_owned(tell: Callable[[int], None]) -> None:
     """Call ``tell`` with 1 and -1 as this thread enters and leaves `owned`."""
     if tell not in _ON_OWNED:
@@ -44,12 +58,18 @@ def on_owned(tell: Callable[[int], None]) -> None:
 def zeros(byte_count: int, device: torch.device) -> Tensor:
     """So many bytes: zeros, or what the last launch of the current stream left of them.
 
-    Inside `owned`, and while a graph is captured, they are new; a graph clears its own at each
-    replay.
+    Inside `owned`, and while a graph is captured, they are new, or those of the call (`of_one_call`);
+    a graph clears its own at each replay.
     """
     shared = device.type == "cuda" and not _OWNED.get()
     if not shared or torch.cuda.is_current_stream_capturing():
-        return torch.zeros(byte_count, dtype=torch.uint8, device=device)
+        held = _OF_CALL.get()
+        if held and held[-1].numel() >= byte_count and held[-1].device == device:
+            return held[-1]
+        made = torch.zeros(byte_count, dtype=torch.uint8, device=device)
+        if held is not None:
+            held.append(made)
+        return made
     key = (device.index or 0, torch.cuda.current_stream(device).cuda_stream)
     found = _OF_STREAM.get(key)
     if found is None or found.numel() < byte_count:

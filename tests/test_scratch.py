@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import lokakern
 from lokakern import scratch
@@ -35,6 +36,43 @@ def test_scratch_is_zeros() -> None:
     assert found.dtype == torch.uint8 and found.tolist() == [0] * 48
     with scratch.owned():
         assert scratch.zeros(16, torch.device("cpu")).numel() == 16
+
+
+def test_launches_of_one_call_share_scratch() -> None:
+    device = torch.device("cpu")
+    with scratch.of_one_call():
+        first, second, wider = (scratch.zeros(size, device) for size in (32, 16, 64))
+        assert first.data_ptr() == second.data_ptr() != wider.data_ptr()
+        assert wider.numel() == 64 and scratch.zeros(64, device) is wider
+        with scratch.of_one_call():
+            assert scratch.zeros(16, device) is not wider
+        assert scratch.zeros(16, device) is wider
+    with scratch.of_one_call():
+        assert scratch.zeros(16, device) is not wider
+    assert scratch.zeros(16, device) is not scratch.zeros(16, device)
+
+
+@pytest.mark.gpu
+def test_a_chain_in_a_graph_has_the_bits_of_calls() -> None:
+    """Three layers of up to 2048 columns, whose blocks tell each other of rows in one memory."""
+    torch.manual_seed(0)
+    widths = (3200, 2048, 2048, 1024)
+    modules = [
+        x for k, n in pairwise(widths) for x in (nn.Linear(k, n), nn.LayerNorm(n), nn.ReLU())
+    ]
+    model = nn.Sequential(*modules).cuda().bfloat16().requires_grad_(False)
+    handle = lokakern.convert(model, 0.06, inference=True, regime="compiled-graph")
+    if not any(span.plan.chains for span in handle.spans):
+        pytest.skip("nothing was measured on this GPU")
+    x = torch.randn(8192, 3200, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        expected = model(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = model(x)
+        for _ in range(3):
+            graph.replay()
+            assert torch.equal(found, expected)
 
 
 def test_what_is_kept_is_made_by_another_thread_on_the_same_stream(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from lokakern import scratch
 from lokakern.chain.launches import Matrix, empty_matrix, kernel_on, launcher_of, read_as
 from lokakern.device import current_device
 from lokakern.epilogue import norm_form
@@ -160,7 +161,8 @@ def _chain(x: Tensor, operands: Sequence[Tensor | None], plan: str) -> Tensor:
     with torch.autocast(x.device.type, enabled=False):  # emulations multiply in float32
         steps = _steps(plan, m, x.device)
         if steps:
-            return _launched(x, layers, forms, given, steps)
+            with scratch.of_one_call():
+                return _launched(x, layers, forms, given, steps)
         for layer, form, tensors in zip(layers, forms, given, strict=True):
             x = _unquantized(x, layer, form, tensors)
         return x
