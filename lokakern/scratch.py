@@ -58,8 +58,8 @@ def on_owned(tell: Callable[[int], None]) -> None:
 def zeros(byte_count: int, device: torch.device) -> Tensor:
     """So many bytes: zeros, or what the last launch of the current stream left of them.
 
-    Inside `owned`, and while a graph is captured, they are new, or those of the call (`of_one_call`);
-    a graph clears its own at each replay.
+    Inside `owned`, and while a graph is captured, they are new, or those of the call
+    (`of_one_call`); a graph clears its own at each replay.
     """
     shared = device.type == "cuda" and not _OWNED.get()
     if not shared or torch.cuda.is_current_stream_capturing():

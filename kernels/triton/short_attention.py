@@ -275,11 +275,17 @@ _launch = TritonLauncher(short_attention_kernel)
 _launch_gradients = TritonLauncher(short_attention_gradients_kernel)
 
 
-def tile_of(queries: int, keys: int, d: int) -> tuple[int, int, int, int]:
-    """Queries, keys and columns of a tile, and warps: one for 1024 scores."""
+def tile_of(
+    queries: int, keys: int, d: int, *, activated: bool = False
+) -> tuple[int, int, int, int]:
+    """Queries, keys and columns of a tile, and warps: one for 1024 scores.
+
+    Of more than 64 queries each tile would take silu of all keys and values once more: 25.7 us of
+    an H200 at 64 x 8 heads of 128 x 128 x 64, and 21.3 with one tile of 8 warps.
+    """
     tile = [max(LEAST_TILE, triton.next_power_of_2(size)) for size in (queries, keys, d)]
-    rows = min(tile[0], 64)
-    return rows, tile[1], tile[2], max(1, min(rows * tile[1] // 1024, 4))
+    rows = min(tile[0], 128 if activated else 64)
+    return rows, tile[1], tile[2], max(1, min(rows * tile[1] // 1024, 8 if rows > 64 else 4))
 
 
 def short_attention(
@@ -308,7 +314,7 @@ def short_attention(
     if not out.numel():
         return out
     q, k, v = map(_readable, (q, k, v))
-    *tile, warps = tile_of(queries, keys, d)
+    *tile, warps = tile_of(queries, keys, d, activated=activated)
     strides = [stride for x in (q, k, v) for stride in _steps(x)[:3]]
     bias, steps, kind, is_each = _read_bias(q, bias)
     _launch(

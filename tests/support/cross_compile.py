@@ -272,11 +272,14 @@ def attention_cases(*, gradients: bool) -> list[Case]:
     for dtype, queries, keys, d, bias, *settings in ATTENTIONS:
         operands, of_bias = (f"*{dtype}",) * 3, {2: "*u8"}.get(bias, f"*{dtype}")
         steps, (each, silu, causal) = (3456 * 4, d, 4 * d), settings
-        *tile, warps = (k.gradient_tile_of if gradients else k.tile_of)(queries, keys, d)
         pointers = (f"*{dtype}", *operands, of_bias, *operands)
         # At 128 x 64 the fastest of nine tiles spills: 52 us of an H200, 74 the next.
         spills = 160 if gradients and keys * d == 128 * 64 else 0
         for activated in [()] if gradients else [(False,), (True,)] if silu else [(False,)]:
+            if gradients:
+                *tile, warps = k.gradient_tile_of(queries, keys, d)
+            else:
+                *tile, warps = k.tile_of(queries, keys, d, activated=any(activated))
             found.append(
                 Case(
                     f"short_attention{'_gradients' * gradients} {dtype} {queries}x{keys}x{d} "
