@@ -266,8 +266,7 @@ def convert(
             integer in its range.
         FormatError: The model is no module; ``report_or_budget``, ``kernels`` or ``check`` has
             another type; not exactly one of ``report_or_budget`` and ``kernels`` is given;
-            ``main_grads`` or delayed scaling with ``inference``; or ``dtype`` is another one, or
-            float16 with ``main_grads``.
+            ``main_grads`` or delayed scaling with ``inference``; or ``dtype`` is another one.
         UnsupportedError: A kernel that ``kernels`` names does not take a product of a layer.
         BudgetError: The budget is not a finite, non-negative number, or ``check`` or LOKAKERN_CHECK
             is not ``every:rows``.
@@ -397,11 +396,6 @@ class Conversion:
         self.spans: list[Span] = []  # layers that may be chains
         self.off_chains: frozenset[ChainSites] = frozenset()  # by tuning
         self._dtype = dtype  # of autocast
-        if main_grads and any(self.dtype_of(m) is torch.float16 for m in modules.values()):
-            raise FormatError(
-                "convert: main_grads adds up gradients of products in bfloat16, and layers "
-                "multiply in float16; leave main_grads out, or run the model in bfloat16"
-            )
         self._main_grads = MainGrads(modules) if main_grads else None
         # Relus in products, gradients behind layers; tuning decides.
         self.has_relus = not main_grads and delayed is None
@@ -583,10 +577,11 @@ class Conversion:
     def _apply(self, site: Site, chain: str) -> None:
         """Apply the routes of a site, and a chain of a `LinearNormAct` alone."""
         budget = _budget_of(self._wanted)
-        adds = self._main_grads is not None
+        dtype = self.dtype_of(site.module)
+        adds = None if self._main_grads is None else dtype
         texts = []
         for r in site.routes:
-            text = in_dtype(r.text, self.dtype_of(site.module))
+            text = in_dtype(r.text, dtype)
             if self.has_switches:
                 text = switched(text, self._switch_of(site.name, r.gemm))
             if self._delayed is not None:

@@ -90,7 +90,10 @@ class MainGrads:
         """Set ``weight.grad``: of float32 weights to the main gradient itself, else rounded once.
 
         Weights that are not trained any more have none. An optimizer with float32 copies of
-        bfloat16 weights reads ``weight.main_grad`` instead.
+        bfloat16 or float16 weights reads ``weight.main_grad`` instead.
+
+        A scaled loss makes main gradients so much larger: with a `torch.amp.GradScaler` this comes
+        before its ``unscale_`` and ``step``, which divide what they find in ``weight.grad``.
 
         Raises:
             UnsupportedError: They were handed over already, and not set to zero since.

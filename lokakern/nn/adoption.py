@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from lokakern.nn.attention import adopt_attention, release_attention
@@ -26,7 +27,8 @@ class Chosen(NamedTuple):
         is_inference: Whether the weight is quantized once.
         chain: The plan of a chain of a `LinearNormAct` alone, or "".
         form: The form of a `Linear` in compiled code, see `lokakern.nn.compiled_form`.
-        adds_gradient: Whether gradients of the weight are added to its ``main_grad``.
+        adds_gradient: The dtype of products whose gradients of the weight are added to its
+            ``main_grad``, bfloat16 or float16; None for ordinary gradients.
     """
 
     key: str
@@ -34,7 +36,7 @@ class Chosen(NamedTuple):
     is_inference: bool
     chain: str = ""
     form: str = ""
-    adds_gradient: bool = False
+    adds_gradient: torch.dtype | None = None
 
 
 def adopt(layer: nn.Module) -> None:
@@ -124,7 +126,7 @@ def _apply_newest(module: Routed) -> None:
     if isinstance(module, Linear):
         module.take_form(newest.form)
         if newest.adds_gradient or module.adds_gradient:
-            module.add_gradient(newest.adds_gradient)
+            module.add_gradient(newest.adds_gradient or None)
     if isinstance(module, LinearNormAct):
         module.take_chain(newest.chain)
     if newest.is_inference:

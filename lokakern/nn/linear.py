@@ -33,6 +33,7 @@ from lokakern.nn.routed_matmul import (
     find_activator,
     has_delayed,
     has_switch,
+    in_dtype,
     is_constant,
     is_known,
     kernel_at,
@@ -59,7 +60,7 @@ _DERIVED = (
 )  # fmt: skip
 # Flags of a plan, see `Routed.changed`, in this order.
 ALTERED, HELD, FROZEN, OFFLOADED = "altered", "held", "frozen", "offloaded"
-ADDING = "adding"  # alone
+ADDING = "adding"  # alone; with the dtype, which plain routes do not tell
 _BETWEEN = "\0"  # between the parts of a plan
 OWN_CHAIN = "\0own"  # owner of the FP8 weights of a layer's own chain
 CHAIN_DATA, CHAIN_SCALE = "chain_data_", "chain_scale_"  # names of buffers, before a granularity
@@ -191,8 +192,9 @@ class Routed(nn.Module):
     makes_weight = False  # whether its weight is not a parameter
     is_mixing = False  # whether it multiplies across tokens, see `mods.MixTokens`
     is_offloaded = False  # whether the unquantized weight is on another device
-    # Whether gradients of the weight are added to its float32 ``main_grad``; not in copies.
-    adds_gradient = False
+    # The dtype of products whose gradients of the weight are added to its float32 ``main_grad``;
+    # None in copies, and for ordinary gradients.
+    adds_gradient: torch.dtype | None = None
     # State of delayed scaling by the key of the layer in its routes; not in copies.
     delayed: dict[str, Delayed] | None = None
     padding: tuple[int, int] = (0, 0)  # zeros added to k and n, see `mods.Pad`
@@ -256,8 +258,8 @@ class Routed(nn.Module):
         if state is None and not is_compiling():
             parts = self._parts(x, weight, m)
         parts = (*parts, main_grad, *((None, None, None) if state is None else state))
-        routes = plan.split(_BETWEEN)[2:]
-        return multiply_rows(x, weight, bias, parts, routes, input_scale, "keeping")
+        routes, way = plan.split(_BETWEEN)[2:], in_dtype("keeping", dtype_of(plan))
+        return multiply_rows(x, weight, bias, parts, routes, input_scale, way)
 
     def _of_shards(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, input_scale: str
@@ -330,8 +332,9 @@ class Routed(nn.Module):
             prepare_to_be_compiled(fuse_quantizers)
         is_altered = self.is_held or self.is_mixing or self.padding != (0, 0)
         is_held = self.is_held and not self.is_mixing and self.padding == (0, 0)
+        adding = in_dtype(ADDING, self.adds_gradient or bfloat16)
         flags = ((ALTERED, is_altered), (HELD, is_held), (FROZEN, self.is_frozen),
-                 (OFFLOADED, self.is_offloaded), (ADDING, self.adds_gradient))  # fmt: skip
+                 (OFFLOADED, self.is_offloaded), (adding, self.adds_gradient))  # fmt: skip
         words = " ".join(word for word, holds in flags if holds)
         columns = self._fp8_widths[0] if self.is_frozen else 0
         is_whole = not self.is_frozen or self.fp8_data.shape[1] == columns
@@ -434,7 +437,7 @@ class Routed(nn.Module):
         for name in _DERIVED:
             state.pop(name, None)
         if self.adds_gradient:  # not in a copy, of which no handle knows
-            state["_choices"] = tuple(c._replace(adds_gradient=False) for c in self._choices)
+            state["_choices"] = tuple(c._replace(adds_gradient=None) for c in self._choices)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -465,12 +468,12 @@ def multiply_rows(
 
     Of ``way`` see `_way`; or "turned", training with a weight that is the transpose of a row-major
     one, and its gradient, too; or "keeping", training with what `KeepingLinear` is given behind the
-    FP8 weights.
+    FP8 weights, with the dtype as of a route (`in_dtype`), which plain routes do not tell.
     """
     if is_compiling():
         fuse_quantizers()
     to_output, to_input, to_weight = routes
-    is_half = FLOAT16 in to_output + to_input + to_weight
+    is_half = FLOAT16 in to_output + to_input + to_weight + way
     x = x.half() if is_half else x.bfloat16()
     if bias is not None:
         bias = bias.half() if is_half else bias.bfloat16()
@@ -483,7 +486,7 @@ def multiply_rows(
         y: Tensor = RoutedLinear.apply(rows, weight, bias, *parts, *routes, input_scale, apart)  # type: ignore[no-untyped-call]
     elif way == "turned":
         y = TurnedLinear.apply(rows, weight, bias, *parts, *routes, input_scale, apart)  # type: ignore[no-untyped-call]
-    elif way == "keeping":
+    elif way.startswith("keeping"):
         fp8, kept = parts[:4], parts[4:]
         y = KeepingLinear.apply(rows, weight, bias, *fp8, *routes, input_scale, apart, *kept)  # type: ignore[no-untyped-call]
     else:
@@ -596,11 +599,11 @@ def _way(
     is_training = is_grad_enabled()
     asked = tuple(routes) if is_training else (routes[0],)
     is_plain = not any(asked) if m < 0 else not quantizes_at(asked, m)
-    if not fits or (is_plain and not (is_training and flags == ADDING)):
+    if not fits or (is_plain and not (is_training and flags.startswith(ADDING))):
         return ""
     is_frozen = FROZEN in flags and m >= 0 and not sampled_check.is_checked(routes[0])
     word = "training" if is_training else "frozen" if is_frozen else "inference"
-    if is_training and (flags == ADDING or has_delayed(plan)):
+    if is_training and (flags.startswith(ADDING) or has_delayed(plan)):
         word = "keeping"
     return f"{word}{_BETWEEN}{plan}"
 
@@ -658,7 +661,7 @@ def described(plan: str) -> list[tuple[str, bool, list[list[tuple[int, bool]]]]]
     kernel.
     """
     flags, _, *routes = plan.split(_BETWEEN)
-    keeps = flags == ADDING or has_delayed(plan) or FLOAT16 in plan
+    keeps = flags.startswith(ADDING) or has_delayed(plan) or FLOAT16 in plan
     if keeps or OFFLOADED in flags or (ALTERED in flags and HELD not in flags):
         return None
     return [
@@ -837,23 +840,24 @@ class Linear(nn.Linear, Routed):
         others = {k: x for k, x in (self.delayed or {}).items() if k != key}
         self.delayed = (others if state is None else {**others, key: state}) or None
 
-    def add_gradient(self, is_wanted: bool) -> None:
+    def add_gradient(self, dtype: torch.dtype | None) -> None:
         """Add gradients of the weight to its ``main_grad``, zeros at first, from now on, or not.
 
         A weight that is not multiplied as it is, that is not trained, or whose gradient hooks wait
-        for, keeps its gradients.
+        for, keeps its gradients. ``dtype`` is that of the products; None: ordinary gradients.
         """
         weight: Any = self._parameters.get("weight")  # none where it is computed
         fits = type(weight) is Parameter and weight.requires_grad and self._has_parameter
         fits = fits and not self.is_mixing and not _has_hooks(weight)
+        wanted = dtype if fits else None
         kept = getattr(weight, "main_grad", None)
-        if fits and is_wanted and not self.adds_gradient and isinstance(kept, Tensor):
+        if wanted and not self.adds_gradient and isinstance(kept, Tensor):
             kept.detach().zero_()  # such as that of a file of the model
-        if self.adds_gradient and hasattr(weight, "main_grad") and not (fits and is_wanted):
+        if self.adds_gradient and not wanted and hasattr(weight, "main_grad"):
             del weight.main_grad
-        self.adds_gradient = fits and is_wanted
+        self.adds_gradient = wanted
         self._renew_main_grad()
-        if self.adds_gradient:
+        if wanted:
             prepare_to_be_compiled(_way, _activated_way, fuse_quantizers)
         self.changed()
 

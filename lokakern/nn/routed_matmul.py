@@ -770,7 +770,8 @@ def _add_weight_gradient(
     """Add ``grad.t() @ x`` to float32 ``main_grad``, which nothing rounds before.
 
     Except where a kernel of these scales that adds to float32 is for other GPUs than this one: the
-    product is bfloat16 then. With ``scales`` and ``amax`` of `Delayed` for a route with a key.
+    product is rounded to the dtype of its operands then. With ``scales`` and ``amax`` of `Delayed`
+    for a route with a key.
 
     Raises:
         ShapeError: ``main_grad`` is not float32 ``[n, k]``.

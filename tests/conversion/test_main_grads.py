@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import warnings
 from typing import Any
 
@@ -33,6 +34,8 @@ KINDS = pytest.mark.parametrize("kernels", [FP8, "bf16"], ids=["fp8", "bf16"])
 MICRO_BATCHES = 16
 WHERE = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
 where_there_is = pytest.mark.parametrize("where", WHERE)
+HALF = torch.float16
+IN = pytest.mark.parametrize("half", [torch.bfloat16, HALF], ids=["bfloat16", "float16"])
 
 
 def model_of(dtype: torch.dtype = torch.bfloat16, where: str = "cpu") -> nn.Sequential:
@@ -41,9 +44,9 @@ def model_of(dtype: torch.dtype = torch.bfloat16, where: str = "cpu") -> nn.Sequ
 
 
 def converted(
-    kernels: Any = FP8, where: str = "cpu", **options: Any
+    kernels: Any = FP8, where: str = "cpu", half: torch.dtype = torch.bfloat16, **options: Any
 ) -> tuple[nn.Sequential, Conversion]:
-    model = model_of(where=where)
+    model = model_of(half, where)
     return model, lokakern.convert(model, kernels=kernels, main_grads=True, **options)
 
 
@@ -60,9 +63,14 @@ def main_grad(layer: nn.Module) -> Any:
     return weight.main_grad
 
 
-def passed(model: nn.Module, steps: int = MICRO_BATCHES, where: str = "cpu") -> None:
+def passed(
+    model: nn.Module,
+    steps: int = MICRO_BATCHES,
+    where: str = "cpu",
+    half: torch.dtype = torch.bfloat16,
+) -> None:
     for seed in range(steps):
-        model(batch(seed).to(where)).float().square().sum().backward()
+        model(batch(seed).to(where, half)).float().square().sum().backward()
 
 
 # --- sums
@@ -70,14 +78,15 @@ def passed(model: nn.Module, steps: int = MICRO_BATCHES, where: str = "cpu") -> 
 
 @where_there_is
 @KINDS
-def test_micro_batches_add_up_as_in_float64(kernels: Any, where: str) -> None:
-    """Products of FP8 are exact products of the quantized operands; nothing is rounded to bf16."""
-    layer = nn.Linear(K, N).bfloat16().to(where)
+@IN
+def test_micro_batches_add_up_as_in_float64(half: torch.dtype, kernels: Any, where: str) -> None:
+    """Products of FP8 are exact products of the quantized operands; nothing is rounded to half."""
+    layer = nn.Linear(K, N).to(where, half)
     handle = lokakern.convert(layer, kernels=kernels, main_grads=True)
     exact = torch.zeros(N, K, dtype=torch.float64, device=where)
-    in_bf16 = torch.zeros(N, K, device=where).bfloat16()
+    in_half = torch.zeros(N, K, device=where).to(half)
     for seed in range(MICRO_BATCHES):
-        x, grad = batch(seed).to(where), batch(100 + seed, k=N).to(where)
+        x, grad = batch(seed).to(where, half), batch(100 + seed, k=N).to(where, half)
         layer(x).backward(grad)
         parts: list[Any] = [grad.t(), x.t()]
         if kernels is FP8:
@@ -87,12 +96,13 @@ def test_micro_batches_add_up_as_in_float64(kernels: Any, where: str) -> None:
                 for part, form in zip(parts, forms, strict=True)
             ]
         exact += parts[0].double() @ parts[1].double().t()
-        in_bf16 += (parts[0].float() @ parts[1].float().t()).bfloat16()
+        in_half += (parts[0].float() @ parts[1].float().t()).to(half)
     assert layer.weight.grad is None
     assert main_grad(layer).dtype is torch.float32
     # Tensor cores add products of FP8 with 14 bits, see `PROMOTED_KERNEL_ERR_BOUND`.
     limit = 1e-6 if where == "cpu" else 2e-3 if kernels is FP8 else 1e-5
-    assert distance(main_grad(layer), exact) < limit < 3e-3 < distance(in_bf16, exact)
+    assert distance(main_grad(layer), exact) < limit
+    assert distance(in_half, exact) > (3e-3 if half is torch.bfloat16 else 3e-4)
     assert layer.bias.grad is not None
     assert handle.main_grads.left == {}
 
@@ -161,15 +171,16 @@ def test_kernels_that_add_are_those_of_the_scales_and_the_device() -> None:
 
 @where_there_is
 @KINDS
-def test_one_graph_adds_in_place(kernels: Any, where: str) -> None:
-    model, handle = converted(kernels, where)
-    passed(model, where=where)
+@IN
+def test_one_graph_adds_in_place(half: torch.dtype, kernels: Any, where: str) -> None:
+    model, handle = converted(kernels, where, half)
+    passed(model, where=where, half=half)
     eager = [main_grad(layer).clone() for layer in (model[0], model[2])]
     handle.main_grads.zero()
     torch._dynamo.reset()
     counters.clear()
     compiled: Any = torch.compile(model, fullgraph=True)
-    passed(compiled, where=where)
+    passed(compiled, where=where, half=half)
     assert counters["stats"]["unique_graphs"] == 1
     for layer, expected in zip((model[0], model[2]), eager, strict=True):
         assert layer.weight.grad is None
@@ -264,6 +275,69 @@ def test_models_train_as_with_ordinary_gradients(dtype: torch.dtype, where: str)
     mine, ordinary = (trained(main_grads, dtype, where) for main_grads in (True, False))
     assert mine[-1] < 0.9 * mine[0]
     assert mine == pytest.approx(ordinary, rel=2e-3)
+
+
+def scaled_steps(
+    main_grads: bool, kernels: Any, dtype: torch.dtype, where: str, steps: int = 16
+) -> tuple[list[float], list[float]]:
+    """Losses and loss scales of a model in float16, from a scale that overflows at first.
+
+    Of float16 weights the optimizer has float32 copies, as gradients in float16 are refused.
+    """
+    model = model_of(dtype, where)
+    handle = lokakern.convert(model, kernels=kernels, main_grads=main_grads, dtype=HALF)
+    weights = list(model.parameters())
+    copies = [w if dtype is torch.float32 else nn.Parameter(w.detach().float()) for w in weights]
+    optimizer = torch.optim.SGD(copies, 0.5)
+    scaler = torch.amp.GradScaler(where, init_scale=2.0**24, growth_interval=3)
+    losses, scales = [], []
+    for _ in range(steps):
+        losses.append(0.0)
+        for seed in range(4):
+            x = batch(seed).to(where, dtype)
+            with torch.autocast(where, HALF, enabled=dtype is torch.float32):
+                loss = (model(x).float() - x[:, :32].float()).square().mean() / 4
+            scaler.scale(loss).backward()
+            losses[-1] += loss.item()
+        if main_grads:
+            handle.main_grads.reduce()
+            if dtype is torch.float32:
+                handle.main_grads.hand_over()
+        for copied, weight in zip(copies, weights, strict=True):
+            if copied is not weight:
+                found = getattr(weight, "main_grad", weight.grad)
+                assert found is not None
+                copied.grad = found.float()
+        scaler.unscale_(optimizer)
+        norm = nn.utils.clip_grad_norm_(copies, 1.0)
+        before = [copied.detach().clone() for copied in copies]
+        scaler.step(optimizer)
+        same = [torch.equal(a, b) for a, b in zip(before, copies, strict=True)]
+        assert same == [not norm.isfinite()] * len(same)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        with torch.no_grad():
+            for copied, weight in zip(copies, weights, strict=True):
+                weight.copy_(copied)
+        if main_grads:
+            handle.main_grads.zero()
+        model.zero_grad()
+    return losses, scales
+
+
+@where_there_is
+@KINDS
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+def test_models_train_in_float16_under_a_scaler(
+    dtype: torch.dtype, kernels: Any, where: str
+) -> None:
+    """Steps of gradients that overflow are skipped, and clipping sees unscaled ones."""
+    losses, scales = scaled_steps(True, kernels, dtype, where)
+    factors = [b / a for a, b in itertools.pairwise(scales)]
+    assert scales[0] == 2.0**23 and {0.5, 2.0} <= set(factors)
+    assert losses[-1] < 0.9 * losses[0]
+    ordinary, _ = scaled_steps(False, kernels, dtype, where)
+    assert losses[-1] == pytest.approx(ordinary[-1], rel=0.02)
 
 
 def test_gradients_of_other_readers_are_part_of_the_sum() -> None:
