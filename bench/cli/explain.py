@@ -310,12 +310,14 @@ def _products(
     """Products, and notes about their source."""
     from lokakern.bench.fp8_gain import products
     from lokakern.probe import files
+    from lokakern.types import Format
 
     alone = "Times cover the products only, not the rest of a step."
     if shapes is not None:
         return products.products_from_file(shapes.expanduser()), [alone]
     if probe is not None:
-        found = products.products_of_probe(files.load(probe.expanduser()), gemms)
+        sites = files.load(probe.expanduser())
+        found = products.products_of_probe(sites, gemms)
         if not found:
             raise UnknownNameError(f"--probe: {str(probe)!r} contains no layer that was called")
         alone += " Counts are calls in all the steps that Probe sampled."
@@ -324,6 +326,8 @@ def _products(
             "Errors are those of the nearest benchmarked distributions, and what is like none of "
             "them is left in bf16; `report --probe` replays the operands themselves."
         )
+        if halves := [name for name, site in sites.items() if site.half is Format.FLOAT16]:
+            note += f" In float16 were {', '.join(halves)}: here they are judged as in bfloat16."
         return found, [alone, note]
     assert model is not None  # one of the three is given
     found, share = products.products_of_model(model, rows, say, is_trained=len(gemms) > 1)

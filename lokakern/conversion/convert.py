@@ -172,9 +172,10 @@ def convert(
 
     Args:
         model: Any module, or a linear layer.
-        report_or_budget: A `ProbeReport`, whose safe kernels are used where they are fast. Or the
-            largest accepted row error of each product in the database, a number or an
-            `ErrorBudget`. None quantizes nothing. Left out if ``kernels`` is given.
+        report_or_budget: A `ProbeReport`, whose safe kernels are used where they are fast, if it
+            judges products in the dtype of the layer, see ``dtype``. Or the largest accepted row
+            error of each product in the database, a number or an `ErrorBudget`. None quantizes
+            nothing. Left out if ``kernels`` is given.
         kernels: Kernels to force for accuracy trials, *not chosen by measurement*: nothing says
             that they are fast, or accurate enough. They need no measurements, so that a trial runs
             on any device, if need be in emulation. A text for all three GEMMs, or a mapping from
@@ -251,10 +252,9 @@ def convert(
         dtype: Of autocast, in which layers with float32 weights multiply: ``torch.bfloat16``, which
             None means, or ``torch.float16``. Other weights have a dtype of their own. In another
             dtype than that a layer multiplies unquantized, and a warning says so. Kernels for
-            float16 need errors that were measured with it (``sweep --suite float16``); the shipped
-            files have none, so that nothing is quantized until then. Nothing else is done in
-            float16: norms, activations and chains are torch's, no product applies a relu, and
-            reports of Probe admit no kernel.
+            float16 need errors that were measured with it (``sweep --suite float16``), of which the
+            shipped files have none, or a report of Probe in float16. Nothing else is done in
+            float16: norms, activations and chains are torch's, and no product applies a relu.
 
     Returns:
         The choices, their reasons, and methods to change and undo them.
@@ -1185,10 +1185,12 @@ class Conversion:
             return [f"kernels were {FORCED}"]
         routes = [route for site in self.sites.values() for route in site.routes]
         hosts = dict.fromkeys(c.table.host for route in routes for c in route.choices)
-        of_bfloat16 = (
-            "times are those with bfloat16, which has as many bytes; kernels also need errors with "
-            "float16: sweep the suite that handle.suite(m) writes"
-        )
+        of_bfloat16 = "times are those with bfloat16, which has as many bytes"
+        if not isinstance(self._wanted, ProbeReport):
+            of_bfloat16 += (
+                "; kernels also need errors with float16: sweep the suite that handle.suite(m) "
+                "writes"
+            )
         return [
             f"kernels were chosen by times of regime {self.regime} ({_RUNS[self.regime]})",
             *[f"float16: {of_bfloat16}"] * any(route.is_of_bfloat16 for route in routes),

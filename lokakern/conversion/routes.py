@@ -190,8 +190,8 @@ class Judge:
         if self.verdicts is None:
             return table, candidates
         verdict = next((v for v in self.verdicts if v.gemm == gemm), None)
-        is_known = not float16.is_in(problem)
-        return table, [_judged(c, verdict, device, is_known) for c in candidates]
+        half = Format.FLOAT16 if float16.is_in(problem) else Format.BFLOAT16
+        return table, [_judged(c, verdict, device, half.value) for c in candidates]
 
     def _is_measured(self, table: Table) -> bool:
         """Whether any m was measured, and not only beyond one end of the range."""
@@ -475,10 +475,8 @@ def _why_not(
     return None if refusal is None else f"reads no weight quantized ahead: {refusal}"
 
 
-def _judged(
-    candidate: Candidate, verdict: Verdict | None, device: Device, is_known: bool
-) -> Candidate:
-    """A candidate with the replayed errors of a verdict, which float16 has none of."""
+def _judged(candidate: Candidate, verdict: Verdict | None, device: Device, dtype: str) -> Candidate:
+    """A candidate with the replayed errors of a verdict, if that is for this dtype."""
     kernel = candidate.kernel
     if candidate.unquantized or kernel is None:
         return candidate
@@ -486,10 +484,13 @@ def _judged(
     found = None if verdict is None else verdict.of(numerics)
     errors: dict[str, float] = {}
     reason = ""
-    if not is_known:
-        reason = "Probe judges outputs in bfloat16, which hold larger values than float16"
-    elif verdict is None:
+    if verdict is None:
         reason = NO_VERDICT
+    elif verdict.dtype != dtype:
+        reason = (
+            f"{OTHER_DTYPE}{verdict.dtype}, not {dtype}: probe the model in {dtype}, or make "
+            f"a report of the same statistics by report(dtype=torch.{dtype})"
+        )
     elif found is None:
         reason = f"Probe did not replay {numerics}"
     elif found.architecture not in ("", device.architecture):
@@ -587,6 +588,7 @@ def _why_unaligned(gemm: str, table: Table, judge: Judge) -> str:
 
 _SLOWER = re.compile(r"slower: ([0-9.]+) us")
 NO_VERDICT = "no verdict in the report (Probe did not see it)"
+OTHER_DTYPE = "the report judges products in "
 EMULATED = "torch.emulated_"  # in names of kernels
 _NOT_HERE = ("not installed", "reads no weight quantized ahead", "emulates", "rows of n=")
 
@@ -599,6 +601,8 @@ def _reasons(choice: Choice) -> str:
     pick = choice.pick
     if any(NO_VERDICT in why for _, why in pick.rejected):
         return NO_VERDICT
+    if other := next((why for _, why in pick.rejected if OTHER_DTYPE in why), ""):
+        return other[other.index(OTHER_DTYPE) :]
     us = {c.name: x[0].latency_us for c in choice.table.candidates if (x := c.time_at(choice.m))}
 
     def rank(rejected: tuple[str, str]) -> tuple[float, ...]:

@@ -24,6 +24,7 @@ from msgspec import Meta, Struct
 from lokakern.errors import DatabaseError, LokakernError
 from lokakern.norm import norm_named
 from lokakern.probe.statistics import DISTINCT_SIZES, SiteStatistics
+from lokakern.types import Format
 
 FORMAT, VERSION = "lokakern.probe", 4
 LARGEST_FILE, LARGEST_HEADER = 16 * 2**30, 16 * 2**20
@@ -31,6 +32,7 @@ Axis = Annotated[int, Meta(ge=1, le=2**24)]
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 Zeros = Annotated[int, Meta(ge=0, le=2**24)]
 Dtype = Literal["float64", "float32", "float16", "bfloat16"]
+Half = Literal["bfloat16", "float16"]
 
 
 class _Kind(Struct):
@@ -43,7 +45,7 @@ class _Kind(Struct):
 class _Site(Struct, forbid_unknown_fields=True):
     """A site; the dtype and the rows of its weight, and of the transpose, 0 without one.
 
-    Files of before have neither padding nor `needs_input_gradient`.
+    Files of before have neither padding nor `needs_input_gradient` nor the format of products.
     """
 
     n: Axis
@@ -56,16 +58,18 @@ class _Site(Struct, forbid_unknown_fields=True):
     snapshot_t: Annotated[int, Meta(ge=0, le=2**24)]
     padding: tuple[Zeros, Zeros] = (0, 0)
     needs_input_gradient: bool = True
+    half: Half = "bfloat16"
 
     @classmethod
     def of(cls, site: SiteStatistics) -> _Site:
         rows, rows_t = (0 if x is None else len(x) for x in (site.snapshot, site.snapshot_t))
         dtype = torch.float32 if site.snapshot is None else site.snapshot.dtype
         word: Any = str(dtype).removeprefix("torch.")
+        half: Any = site.half.value
         sizes = sorted(site.sizes.items())
         return cls(
             site.n, site.k, site.has_bias, site.norm, sizes, word, rows, rows_t, site.padding,
-            site.needs_input_gradient,
+            site.needs_input_gradient, half,
         )  # fmt: skip
 
     def empty(self, device: torch.device) -> SiteStatistics:
@@ -80,7 +84,7 @@ class _Site(Struct, forbid_unknown_fields=True):
             self.n, self.k, device, has_bias=self.bias, norm=norm, padding=self.padding,
             needs_input_gradient=self.needs_input_gradient,
         )  # fmt: skip
-        site.sizes = Counter(dict(self.sizes))
+        site.sizes, site.half = Counter(dict(self.sizes)), Format(self.half)
         dtype = getattr(torch, self.dtype)
         for name, rows, columns in (
             ("snapshot", self.snapshot, self.k), ("snapshot_t", self.snapshot_t, self.n)

@@ -178,6 +178,7 @@ class Recorder:
             x = _as_rows(x)
             count = x.numel() // self.k
             statistics.count({count: 1})
+            statistics.see_half(y.dtype)
             rows = self._take(statistics.input, x, sample)
             if has_gradient:
                 self._inputs[sample] = rows, count

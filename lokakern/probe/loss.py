@@ -113,11 +113,16 @@ def loss_of(loss: Callable[[Any], Tensor | float], batch: Any, buffers: Sequence
 
 
 def _in_fp8(granularity: Granularity, module: nn.Module, args: Any, kwargs: Any, y: Any) -> Any:
-    """Output of a linear layer, or outputs of a joined one, of operands in bfloat16, quantized."""
+    """Output of a linear layer, or outputs of a joined one, of operands that are quantized.
+
+    In bfloat16 before that, or in float16 if the output is.
+    """
     x = args[0] if args else kwargs["input"]
     form = fp8_format(current_device())
+    first = y[0] if isinstance(module, Joined) else y
+    half = first.dtype if first.dtype is torch.float16 else torch.bfloat16
     left, right = (
-        numerics.dequantize(numerics.quantize(operand.bfloat16(), form, granularity))
+        numerics.dequantize(numerics.quantize(operand.to(half), form, granularity))
         for operand in (x.reshape(-1, x.shape[-1]), weight_of(module))
     )
     found = left @ right.t()

@@ -10,7 +10,7 @@ from lokakern.norm import norm_named
 from lokakern.probe.statistics import SiteStatistics
 from lokakern.problems import make_problem
 from lokakern.registry.register import fp8_format
-from lokakern.types import Granularity, Problem
+from lokakern.types import Format, Granularity, Operand, Problem, alignment_of
 from lokakern.workloads.gemm_gradient_cases import grad_input_cases, grad_weight_case
 
 BLOCK = 256  # columns of BlockNorm, where they divide a row
@@ -71,15 +71,20 @@ def _of_its_own(accumulation: str) -> list[str]:
 
 def problem_of(site: SiteStatistics, gemm: str, norm: str = "") -> Problem:
     """One GEMM of a site at the median m, and the normalization after it, if it is asked for."""
-    m, n, k = site.shape
+    (m, n, k), half = site.shape, site.half
     if norm:  # of the outputs alone
-        return make_problem("gemm_norm", (m, site.n, k), epilogue=norm)
+        a = Operand(half, alignment=alignment_of(2 * k))
+        return make_problem("gemm_norm", (m, site.n, k), a=a, epilogue=norm, out_format=half)
     if gemm == "output":
-        return make_problem("gemm", (m, n, k))
+        return _output_problem(m, n, k, half)
     if gemm == "grad_input":
         fp8 = fp8_format(current_device())
-        return next(iter(grad_input_cases(m, n, k, fp8))).problem
-    return grad_weight_case(m, n, k).problem
+        return next(iter(grad_input_cases(m, n, k, fp8, half))).problem
+    return grad_weight_case(m, n, k, half).problem
+
+
+def _output_problem(m: int, n: int, k: int, half: Format) -> Problem:
+    return make_problem("gemm", (m, n, k), a=Operand(half, alignment=alignment_of(2 * k)))
 
 
 def norms_after(site: SiteStatistics, gemm: str) -> list[str]:
@@ -93,7 +98,7 @@ def padded(site: SiteStatistics) -> Problem | None:
     """The output's GEMM with K padded to what libraries take; None where it is."""
     m, n, k = site.shape
     wide = -(-k // ALIGNED) * ALIGNED
-    return make_problem("gemm", (m, n, wide)) if wide != k else None
+    return _output_problem(m, n, wide, site.half) if wide != k else None
 
 
 def problems_to_time(site: SiteStatistics, gemm: str) -> Iterator[Problem]:

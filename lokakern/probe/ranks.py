@@ -39,7 +39,10 @@ def merged(
     for name, site in sites.items():
         copies[name].merge(site)
     notes: list[Any] = [None] * dist.get_world_size(group)
-    own = {n: (site.sizes, site.norm, site.needs_input_gradient) for n, site in copies.items()}
+    own = {
+        name: (site.sizes, site.norm, site.needs_input_gradient, site.half.dtype)
+        for name, site in copies.items()
+    }
     dist.all_gather_object(notes, own, group)
     # Every rank has the places ``rank, rank + world, ...`` of the merged samples.
     mine = slice(dist.get_rank(group), None, len(notes))
@@ -47,6 +50,8 @@ def merged(
         site.sizes = sum((note[name][0] for note in notes), Counter())
         site.norm = next((note[name][1] for note in notes if note[name][1]), "")
         site.needs_input_gradient = any(note[name][2] for note in notes)
+        for note in notes:
+            site.see_half(note[name][3])
         for operand in (site.input, site.grad_output):
             for x in (operand.rows, operand.keys):
                 kept = x[: len(x[mine])].clone()

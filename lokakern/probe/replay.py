@@ -7,6 +7,10 @@ the sums lose c, and what rounding makes of c stays.
 A scale may span more rows than were sampled. Where whole operands had larger magnitudes than the
 sample, one row of it is scaled up to the largest; of a weight's gradient, whose scales span all
 samples of a column, one sample has the largest of each column, and the other operand zeros there.
+
+In float16 outputs may overflow. That of a row which was scaled up tells nothing of the model, so
+rows are scaled up less. Gradients have the scale of a loss, which `torch.amp.GradScaler` changes,
+and are replayed at one that fits: FP8 errs as much at any power of two.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import math
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import groupby
@@ -44,7 +48,7 @@ from lokakern.registry.schema.records import AccuracyRecord, DistributionRow
 from lokakern.sweep.engine import sweep
 from lokakern.sweep.plan import harness_digest
 from lokakern.torchrun import cores_of_rank
-from lokakern.types import GROUP, Device, Problem
+from lokakern.types import GROUP, Device, Format, Problem
 from lokakern.what_if.errors import EMULATED, kernel_of
 from lokakern.what_if.formats import WhatIf
 from lokakern.workloads.distributions import LearnedDistribution, learned
@@ -53,6 +57,8 @@ from lokakern.workloads.gemm_cases import Case
 ROWS_OF_P99 = 1024  # from which the limit of the 99th percentile is below the largest of rows
 MOST_COLUMNS = 2048  # of gradients, of which cancellation is measured
 FEWEST_PAIRS = 8  # of samples; with fewer none gives its place to the largest magnitudes
+_Draw = Callable[[int, int, int], Tensor]  # of rows, columns and a seed
+FITTING = 2.0**15  # what outputs in float16 stay below at scales of our own; 65504 is the largest
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,16 +138,24 @@ class LearnedSite:
         sizes = torch.linalg.vector_norm(y.t() @ x, dim=1)
         return max(seen / max(float(cancellation_of(terms_of(y, x), sizes)), 1e-9), 1.0)
 
+    def overflow(self, gemm: str) -> str:
+        """What of the operands exceeds float16, if products are judged in it; else ""."""
+        if self.statistics.half is not Format.FLOAT16 or gemm == "grad_input":
+            return ""
+        amax, most = self.statistics.input.amax, Format.FLOAT16.maximum
+        return f"inputs up to {amax:.4g} overflow float16, up to {most:g}" if amax > most else ""
+
     def distribution_name(self, gemm: str) -> str:
         return f"site:{self.name}/{gemm}"
 
     def distribution(self, gemm: str) -> LearnedDistribution:
         """The operands of one GEMM."""
-        rows, weight = {
+        draws: dict[str, tuple[_Draw, _Draw]] = {
             "output": (partial(self._rows, "input"), partial(self._weight, 0)),
             "grad_input": (partial(self._rows, "grad_output"), partial(self._weight, 1)),
-            "grad_weight": (partial(self._paired, 1), partial(self._paired, 0)),
-        }[gemm]
+            "grad_weight": (self._fitting_pairs, partial(self._paired, 0)),
+        }
+        rows, weight = draws[gemm]
         return LearnedDistribution(
             self.distribution_name(gemm), f"learned of {self.name}", (), False, self.digest, rows,
             weight,
@@ -155,8 +169,35 @@ class LearnedSite:
         sizes = found.abs().amax(dim=1)
         place, most = int(sizes.argmax()), getattr(self.statistics, part).amax
         if 0 < float(sizes[place]) < most:
-            found[-1] = found[place] * (most / sizes[place])
+            found[-1] = found[place] * self._larger(part, found[place], most / float(sizes[place]))
+        if part == "grad_output":
+            weight_t = self._weights[1]
+            assert weight_t is not None
+            found = self._fitted(found, weight_t.double(), 1)
         return _padded(found, columns)
+
+    def _larger(self, part: str, row: Tensor, factor: float) -> float:
+        """The factor by which a row is scaled up, in float16 less where an output would overflow.
+
+        Of a gradient, which is scaled to fit then, all of it.
+        """
+        if self.statistics.half is not Format.FLOAT16 or part != "input":
+            return factor
+        weight = self._weights[0]
+        assert weight is not None  # or its GEMM is not in `gemms`
+        largest = float((weight.double() @ row).abs().max())
+        return max(min(factor, FITTING / largest), 1.0) if largest else factor
+
+    def _fitted(self, gradients: Tensor, other: Tensor, dim: int) -> Tensor:
+        """Gradients times a power of two, so that in float16 their products with another fit.
+
+        Sums run along the axis ``dim`` of both. The bound is that of Cauchy and Schwarz.
+        """
+        if self.statistics.half is not Format.FLOAT16:
+            return gradients
+        norms = (float(torch.linalg.vector_norm(x, dim=dim).max()) for x in (gradients, other))
+        largest = max(math.prod(norms), float(gradients.abs().max()))
+        return gradients * 2.0 ** math.floor(math.log2(FITTING / largest)) if largest else gradients
 
     def _weight(self, which: int, rows: int, columns: int, _seed: int) -> Tensor:
         weight = self._weights[which]
@@ -187,6 +228,11 @@ class LearnedSite:
             signs = torch.rand(len(sizes), generator=torch.Generator().manual_seed(0)) < 0.5
             found[which] = torch.where(signs, sizes, -sizes)
         return found[:, places_of(columns, sample.shape[1])]
+
+    def _fitting_pairs(self, samples: int, columns: int, seed: int) -> Tensor:
+        """Samples of the gradient, see `_fitted`."""
+        inputs = self._paired(0, samples, self.statistics.k, seed)
+        return self._fitted(self._paired(1, samples, columns, seed), inputs, 0)
 
 
 def _padded(x: Tensor, columns: int) -> Tensor:
@@ -247,11 +293,12 @@ def replay(
     for (gemm, norm, kernel), places in groupby(sorted(records), lambda place: asked[place][:3]):
         many = [records[place] for place in places]  # by seed
         bad = next((r for r in many if r.status != "ok" or r.errors is None), None)
-        errors = _errors_of(site, gemm, many) if bad is None else (math.inf,) * 6
+        reason = f"{bad.status}: {bad.reason}" if bad else site.overflow(gemm)
+        errors = (math.inf,) * 6 if reason else _errors_of(site, gemm, many)
         found.append(
             Replayed(
                 gemm, norm, kernel.name, kernel.granularity, kernel.b_granularity, *errors,
-                rows=site.rows_of(gemm), reason=f"{bad.status}: {bad.reason}" if bad else "",
+                rows=site.rows_of(gemm), reason=reason,
                 accumulation=kernel.accumulation,
                 format=kernel.name.partition(".")[2] if kernel.language == EMULATED else "",
             )

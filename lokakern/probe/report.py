@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 
 from lokakern.device import current_device
-from lokakern.errors import DeviceError, UnknownNameError, UnsupportedError
+from lokakern.errors import DeviceError, FormatError, UnknownNameError, UnsupportedError
+from lokakern.nn.autocast import HALF
 from lokakern.probe.fingerprint import Fingerprint, fingerprint_of, moved, nearest, outside, unusual
 from lokakern.probe.statistics import SiteStatistics
 from lokakern.probe.verdicts import BUDGET, SPEEDS, Verdict, verdicts_of
@@ -138,6 +140,7 @@ class ProbeReport:
         database: str | Path | None = None,
         times: bool = False,
         unseen: Mapping[str, str] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> ProbeReport:
         """Replay every site and judge it.
 
@@ -154,8 +157,12 @@ class ProbeReport:
             database: Where the errors go as rows; None: nowhere.
             times: Also time here, into the database, what was not timed before.
             unseen: What there is no verdict on, by name, and why.
+            dtype: Of operands and outputs that are replayed, ``torch.bfloat16`` or
+                ``torch.float16``; None: float16 for sites whose outputs were, bfloat16 for others.
+                `convert` takes verdicts for the dtype in which a layer multiplies.
 
         Raises:
+            FormatError: ``dtype`` is another one.
             UnsupportedError: The budget limits what Probe does not measure, or there is no database
                 for times, or another device's are asked for.
             DeviceError: The database does not know the device.
@@ -166,6 +173,12 @@ class ProbeReport:
         from lokakern.registry.storage.paths import shipped_databases
         from lokakern.render.terminal import TerminalProgress
 
+        if dtype is not None:
+            if dtype not in HALF:
+                raise FormatError(
+                    f"ProbeReport: dtype is {dtype!r}; expected torch.bfloat16 or torch.float16"
+                )
+            sites = {name: statistics.in_dtype(dtype) for name, statistics in sites.items()}
         here = current_device()
         if times and (database is None or device not in (None, here, here.product)):
             raise UnsupportedError(
@@ -208,6 +221,11 @@ class ProbeReport:
         """Names of the sites."""
         return tuple(dict.fromkeys(v.site for v in self.verdicts))
 
+    @property
+    def dtypes(self) -> str:
+        """The dtypes of products that were judged, such as "float16", or of sites of each."""
+        return " and ".join(dict.fromkeys(v.dtype for v in self.verdicts)) or "bfloat16"
+
     def __repr__(self) -> str:
         words = [f"{len(self.verdicts)} GEMMs of {len(self.sites)} sites"]
         safeties = Counter(v.safety for v in self.verdicts)
@@ -217,7 +235,7 @@ class ProbeReport:
             is_timed = any(v.bf16_us for v in self.verdicts)
             words.append(f"{wins} worth it on {self.device}" if is_timed else NOT_TIMED)
         words += [f"{len(self.unseen)} without a verdict"] if self.unseen else []
-        return f"ProbeReport({', '.join(words)}, within {self.budget})"
+        return f"ProbeReport({', '.join(words)}, within {self.budget}, in {self.dtypes})"
 
     def __iter__(self) -> Iterator[Verdict]:
         return iter(self.verdicts)
@@ -308,7 +326,9 @@ class ProbeReport:
         if timed < every:
             which = f"the GEMMs that were timed, {timed / every:.0%} of the FLOPs,"
             rest = f"; of the others {explain} predicts times"
-        return f"{self.saved_share:.1%} of the time of {which} in bfloat16 would be saved{rest}"
+        return (
+            f"{self.saved_share:.1%} of the time of {which} in {self.dtypes} would be saved{rest}"
+        )
 
     def table(self) -> None:
         """Print a table."""
@@ -320,7 +340,9 @@ class ProbeReport:
             where = f", {'no ' if self.saved_share is None else ''}times of {self.device}"
         unseen = [f"no verdict on {name}: {why}" for name, why in self.unseen.items()]
         note = "\n".join(line for line in (summary, *unseen) if line)
-        print_rows(self.rows(), "table", title=f"within {self.budget}{where}", note=note)
+        print_rows(
+            self.rows(), "table", title=f"within {self.budget}, in {self.dtypes}{where}", note=note
+        )
 
     def to_json(self) -> str:
         """Everything as JSON; what is infinite or no number as null."""
@@ -333,6 +355,7 @@ class ProbeReport:
             "version": VERSION,
             "budget": self.budget.limits,
             "device": self.device,
+            "dtypes": self.dtypes,
             "saved_share": self.saved_share,
             "summary": self.summary,
             "unseen": self.unseen,

@@ -10,6 +10,7 @@ same rows have the same keys, so both samples keep the same rows.
 from __future__ import annotations
 
 import bisect
+import copy
 import itertools
 import math
 from collections import Counter
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lokakern.errors import ShapeError
-from lokakern.types import GROUP
+from lokakern.types import GROUP, Format
 
 GEMMS = ("output", "grad_input", "grad_weight")
 PARTS = ("input", "grad_output")
@@ -166,6 +167,7 @@ class SiteStatistics:
             number.
         sizes: How often each m came.
         needs_input_gradient: Whether some X needed a gradient, as that of a first layer does not.
+        half: Format in which products are judged: float16 if some Y was, else bfloat16.
         padding: Zeros that `mods.Pad` adds to k and to n in the product; operands are without them.
     """
 
@@ -182,6 +184,7 @@ class SiteStatistics:
     ) -> None:
         self.n, self.k, self.has_bias, self.norm = n, k, has_bias, norm
         self.padding, self.needs_input_gradient = padding, needs_input_gradient
+        self.half = Format.BFLOAT16
         self.device = device
         self.input = OperandStatistics(k, device)
         self.grad_output = OperandStatistics(n, device)
@@ -235,6 +238,18 @@ class SiteStatistics:
         self.count(other.sizes)
         self.norm = self.norm or other.norm
         self.needs_input_gradient |= other.needs_input_gradient
+        self.see_half(other.half.dtype)
+
+    def see_half(self, dtype: torch.dtype) -> None:
+        """Take in the dtype of a Y."""
+        if dtype is torch.float16:
+            self.half = Format.FLOAT16
+
+    def in_dtype(self, dtype: torch.dtype) -> SiteStatistics:
+        """The same tensors, judged in another dtype."""
+        found = copy.copy(self)
+        found.half = Format.of(dtype)
+        return found
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """All tensors by name."""

@@ -22,7 +22,7 @@ from lokakern.selection.arguments import budget_of
 from lokakern.selection.candidates import Time
 from lokakern.selection.dispatcher import device_named, table_for
 from lokakern.selection.ties import within_noise
-from lokakern.types import COMPILED, Device, ErrorBudget, Problem
+from lokakern.types import COMPILED, Device, ErrorBudget, Format, Problem
 
 BUDGET = 0.06  # row error that E4M3 GEMMs of harmless operands keep within: 0.035-0.045
 LIMITS = ("row_err", "row_p99", "mean_shift")
@@ -63,6 +63,7 @@ class Verdict:
     change: str  # the cheapest change that makes it safe and fast; "" for none
     notes: tuple[str, ...]  # the limit of an undecided one, and other reasons for caution
     classes: tuple[ClassVerdict, ...] = field(repr=False)
+    dtype: str = "bfloat16"  # or "float16": of operands and outputs, also of `bf16_err` and times
 
     @property
     def is_worth_it(self) -> bool:
@@ -142,6 +143,7 @@ def verdicts_of(
             change="",
             notes=(*why, *_notes(statistics, gemm, norm, plain, limits, classes)),
             classes=tuple(classes),
+            dtype=statistics.half.value,
         )
         found.append(replace(verdict, change=_change(verdict, statistics, mine, limits, device)))
     return tuple(found)
@@ -276,7 +278,7 @@ def _notes(
     for limit, allowed in limits.items():
         least = min((float(getattr(r, limit)) for r in plain if not r.reason), default=0.0)
         if least > allowed:
-            yield f"bfloat16 itself has a {limit} of {least:.4g} > {allowed:g}"
+            yield f"{statistics.half.value} itself has a {limit} of {least:.4g} > {allowed:g}"
     operand = statistics.input if gemm == "output" else statistics.grad_output
     if operand.nonfinite_rows:
         yield f"{operand.nonfinite_rows} of {operand.rows_seen} rows were not finite"
@@ -309,7 +311,8 @@ def _change(
                   and not r.is_plain]  # fmt: skip
         if verdict.norm == "layer" and any(_safety(r, limits)[0] == "safe" for r in blocks):
             return "BlockNorm instead of LayerNorm"
-        return "weight gradient in bf16" if verdict.gemm == "grad_weight" else ""
+        plain = "float16" if statistics.half is Format.FLOAT16 else "bf16"
+        return f"weight gradient in {plain}" if verdict.gemm == "grad_weight" else ""
     if verdict.speed == "fast" or device is None or verdict.gemm != "output":
         return ""
     if statistics.has_bias and _Times(problem_of(statistics, "output"), device).is_fast(safe):

@@ -67,11 +67,16 @@ class SiteWindow:
         # W, of which a judgement reads what it is then: a parameter, or a copy.
         self.weight: Tensor | None = None
         self.weight_sizes: tuple[Tensor, ...] = ()  # of rows, and of columns
+        self.half = torch.bfloat16  # of the newest Y, see `SiteStatistics`
         self.sizes: Counter[int] = Counter()
 
     def count(self, calls: Mapping[int, int]) -> None:
         """Count calls by their numbers of rows."""
         self.sizes.update(calls)
+
+    def see_half(self, dtype: torch.dtype) -> None:
+        """Take in the dtype of a Y."""
+        self.half = dtype
 
     def statistics(self) -> SiteStatistics:
         """Statistics on the CPU, for which the host waits."""
@@ -96,6 +101,7 @@ class SiteWindow:
                 x if x is None else x.cpu() for x in snapshots_of(self.weight)
             )
         found.count(self.sizes)
+        found.see_half(self.half)
         return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,12 +122,50 @@ def test_missing_errors_are_a_suite_with_float16(unmeasured: Book, tmp_path: Pat
     assert "float16" not in convert(model_of(torch.bfloat16), 0.06).suite([M])
 
 
-def test_reports_of_probe_admit_no_kernel(known: Book) -> None:
-    report = report_of(*(verdict(gemm, "row", "safe", 0.03) for gemm in GEMMS))
-    assert any(r.text for r in convert(model_of(torch.bfloat16), report).sites["0"].routes)
-    routes = convert(model_of(), report).sites["0"].routes
-    assert not any(r.text for r in routes)
-    assert "Probe judges outputs in bfloat16" in routes[0].why
+def test_reports_of_probe_admit_kernels_for_their_dtype(
+    unmeasured: Book, capsys: pytest.CaptureFixture[str]
+) -> None:
+    verdicts = [verdict(gemm, "row", "safe", 0.03) for gemm in GEMMS]
+    for own, other in (("float16", "bfloat16"), ("bfloat16", "float16")):
+        report = report_of(*(replace(v, dtype=own) for v in verdicts))
+        dtype = getattr(torch, own)
+        for model, options in ((model_of(dtype), {}), (model_of(torch.float32), {"dtype": dtype})):
+            handle = convert(model, report, **options)
+            assert all(FP8 in text for text in texts(handle))
+            assert all((FLOAT16 in text) is (own == "float16") for text in texts(handle))
+            assert ("those with bfloat16" in handle.explain()) is (own == "float16")
+            assert "need errors" not in handle.explain()
+        handle = convert(model_of(getattr(torch, other)), report)
+        assert texts(handle) == [PLAIN] * 3
+        why = f"the report judges products in {own}, not {other}: probe the model in {other}"
+        assert all(why in route.why for route in handle.sites["0"].routes)
+        assert why in handle.explain("0")
+        handle.table()
+        assert f"in {own}, not {other}" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_a_model_is_converted_by_what_probe_saw_of_it(unmeasured: Book, where: str) -> None:
+    """Under autocast to float16, without any errors in the database."""
+    model = model_of(torch.float32).to(where)
+    x = batch().float().to(where)
+
+    def step() -> Tensor:
+        with torch.autocast(where, HALF):
+            y: Tensor = model(x)
+        (y.float().square().mean() * 1024.0).backward()
+        return y.detach()
+
+    with lokakern.Probe(model, every=1) as probe:
+        plain = step()
+    report = probe.report(seeds=(0,))
+    assert report.dtypes == "float16" and all(v.safety == "safe" for v in report)
+    # The gradient of the input of the first layer is not needed, and not judged.
+    kinds = zip(texts(convert(model, report, dtype=HALF)), GEMMS, strict=True)
+    assert {gemm for text, gemm in kinds if FP8 in text} == {"output", "grad_weight"}
+    y = step()
+    assert y.dtype is HALF and not torch.equal(y, plain)
+    assert (y.double() - plain.double()).norm() <= 0.06 * plain.double().norm()
 
 
 def test_what_has_no_float16_is_refused_with_the_reason(known: Book) -> None:

@@ -411,7 +411,7 @@ def test_formats_of_a_gpu_that_nobody_measured_are_judged_by_the_operands(
     report = ProbeReport.of({"a": site}, device="b200", seeds=(0,), budget=0.06)
     assert report.device == "NVIDIA B200"
     report.table()
-    assert "within row_err 0.06, no times of NVIDIA B200" in capsys.readouterr().out
+    assert "within row_err 0.06, in bfloat16, no times of NVIDIA B200" in capsys.readouterr().out
     assert "no times of NVIDIA B200" in page_of(report.content())
     assert "not timed" in repr(report) and "worth it" not in repr(report)
     output = report.verdicts[0]

@@ -27,6 +27,7 @@ from lokakern.probe.hooks import MOST_CALLS
 from lokakern.probe.replay import LearnedSite
 from lokakern.probe.session import STEPS_OF_OTHERS, Probe
 from lokakern.probe.statistics import SiteStatistics
+from lokakern.types import Format
 from tests.support.probe_ranks import HIDDEN, KINDS, K, M, N, inputs, model_of, train
 
 
@@ -480,6 +481,12 @@ def edited(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     path.write_bytes(len(new).to_bytes(8, "little") + new + content[8 + length :])
 
 
+def test_files_of_before_are_of_products_in_bfloat16(tmp_path: Path) -> None:
+    path, _ = saved(tmp_path)
+    edited(path, lambda h: [site.pop("half") for site in h["sites"].values()])
+    assert {site.half for site in files.load(path).values()} == {Format.BFLOAT16}
+
+
 @pytest.mark.parametrize("version", [1, 2, 3, 5])
 def test_files_of_other_versions_are_refused(version: int, tmp_path: Path) -> None:
     path, _ = saved(tmp_path)
@@ -504,6 +511,7 @@ def test_files_of_other_versions_are_refused(version: int, tmp_path: Path) -> No
         lambda h: h["sites"]["0"].update(sizes=[[64, -1]]),
         lambda h: h["sites"]["0"].update(sizes=[[64, 1]] * 1025),
         lambda h: h["sites"]["0"].update(dtype="object"),
+        lambda h: h["sites"]["0"].update(half="float32"),
         lambda h: h["sites"]["0"].update(snapshot=-1),
         lambda h: h["sites"]["0"].update(snapshot=19),
         lambda h: h["sites"]["0"].update(snapshot_t=1),
@@ -551,6 +559,9 @@ def test_statistics_of_two_ranks_equal_one_rank(tmp_path: Path) -> None:
         train(model, model, 5)
     for kind in KINDS:
         check_ranks(files.load(tmp_path / kind), probe.sites())
+    # The other rank had outputs in float16.
+    halves = [files.load(tmp_path / kind)["0"].half for kind in KINDS]
+    assert halves == [Format.FLOAT16, Format.BFLOAT16]
 
 
 def check_ranks(found: dict[str, SiteStatistics], whole: dict[str, SiteStatistics]) -> None:

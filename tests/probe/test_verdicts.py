@@ -212,7 +212,8 @@ def test_reports_print_tables_and_json(
     report: ProbeReport, capsys: pytest.CaptureFixture[str]
 ) -> None:
     safe = sum(v.safety == "safe" for v in report)
-    begin, end = f"ProbeReport(30 GEMMs of 10 sites, {safe} safe, ", ", within row_err 0.06)"
+    begin = f"ProbeReport(30 GEMMs of 10 sites, {safe} safe, "
+    end = ", within row_err 0.06, in bfloat16)"
     assert repr(report).startswith(begin) and repr(report).endswith(end)
     report.table()
     out = capsys.readouterr().out

@@ -74,6 +74,8 @@ def run_rank(rank: int, folder: str) -> None:
             fully_shard(model, mesh=mesh)
         with Probe(called, every=2) as probe:
             train(called, lambda x, called=called: called(x[half]), 5)
+        if kind == "ddp" and rank == 1:
+            probe.sites()["0"].see_half(torch.float16)
         sites = probe.merged_sites()
         if rank == 0:
             files.save(f"{folder}/{kind}", sites)

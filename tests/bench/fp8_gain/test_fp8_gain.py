@@ -17,6 +17,7 @@ import lokakern
 from lokakern.bench.cli.main import app
 from lokakern.bench.fp8_gain.products import products_from_file
 from lokakern.errors import SuiteError
+from lokakern.probe import files
 from lokakern.selection import dispatcher
 from lokakern.types import Format
 from lokakern.workloads.suite_files import suite_from_file
@@ -459,6 +460,11 @@ def test_a_probe_is_judged_on_similar_distributions(run: Run, tmp_path: Path) ->
     assert (row["layer"], row["m"], row["n"], row["k"], row["count"]) == ("0", 2048, 512, 512, 2)
     assert row["state"] == "measured"
     assert "no benchmarked distribution" not in row["why"]
+    for dtype, is_told in ((torch.bfloat16, False), (torch.float16, True)):
+        files.save(tmp_path / "probe", {"0": probe.sites()["0"].in_dtype(dtype)})
+        _, out, _ = run("--probe", tmp_path / "probe", *H200)
+        words = "In float16 were 0: here they are judged as in bfloat16."
+        assert (words in " ".join(out.split())) is is_told
 
 
 def test_what_is_like_no_benchmarked_distribution_says_so(run: Run, tmp_path: Path) -> None:
