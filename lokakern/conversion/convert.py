@@ -115,7 +115,7 @@ if TYPE_CHECKING:
     from lokakern.conversion.drift_watch import DriftEvent, DriftWatch
 
 Wanted = ProbeReport | ErrorBudget | float | None
-OFF = "bf16, turned off by a watch"
+OFF = "turned off by a watch"
 # How a model runs in each regime.
 _RUNS = {
     COMPILED: "torch.compile, with each call made by the host; in CUDA graphs: 'compiled-graph'",
@@ -882,7 +882,7 @@ class Conversion:
         callbacks: Sequence[Callable[[DriftEvent], None]] = (),
         seed: int = 0,
     ) -> DriftWatch:
-        """Watch a training run: products run in bfloat16 while FP8 rounds their operands too badly.
+        """Watch a training run: products run unquantized while FP8 rounds their operands too badly.
 
         ::
 
@@ -911,9 +911,9 @@ class Conversion:
             the model is compiled.
 
         Raises:
-            UnsupportedError: The conversion is for inference or float16, was undone, is being
-                watched or has delayed scaling, there is no budget or one that Probe cannot judge
-                by, or there are several ranks.
+            UnsupportedError: The conversion is for inference, was undone, is being watched or has
+                delayed scaling, there is no budget or one that Probe cannot judge by, the report is
+                of products in another dtype, or there are several ranks.
             ShapeError: ``every`` is below 1.
         """
         from lokakern.conversion.drift_watch import DriftWatch  # it imports Probe
@@ -921,13 +921,19 @@ class Conversion:
         self._refuse_while_watched("watch")
         self._refuse_undone()
         self._refuse_delayed("watch", "it judges dynamic scales")
-        if self.in_float16:
-            raise UnsupportedError(
-                "watch: layers multiply in float16, and Probe judges products in bfloat16, which "
-                "hold larger values: run the model in bfloat16, or check products (check=)"
-            )
         if report is None and isinstance(self._wanted, ProbeReport):
             report = self._wanted
+        for verdict in report or ():
+            site = self.sites.get(verdict.site)
+            if site is None or not any(route.text for route in site.routes):
+                continue
+            half = Format.of(self.dtype_of(site.module)).value
+            if verdict.dtype != half:
+                raise UnsupportedError(
+                    f"watch: {verdict.site} multiplies in {half}, and the report judges it in "
+                    f"{verdict.dtype}: probe the model in {half}, or make a report of the same "
+                    f"statistics by report(dtype=torch.{half})"
+                )
         limit = report.budget if report is not None else _budget_of(self._wanted)
         limit = limit if budget is None else budget_of(budget)
         if limit is None:
@@ -1115,6 +1121,7 @@ class Conversion:
             n, k, _, _ = shape_of(site.module)
             texts = tuple(route.text for route in site.routes)
             plain = "float16" if self.dtype_of(site.module) is torch.float16 else "bf16"
+            off = f"{plain}, {OFF}"
             is_there = texts in [tuple(map(kernels_of, c.routes)) for c in self._chosen_for(site)]
             routes = site.routes
             if not is_there:
@@ -1127,8 +1134,8 @@ class Conversion:
                 rows.append(
                     {
                         "site": site.name, "gemm": route.gemm, "n": n, "k": k,
-                        "choice": OFF if is_off else _summary(route, traced, plain),
-                        "eager_choice": OFF if is_off else _summary(route, route.text, plain),
+                        "choice": off if is_off else _summary(route, traced, plain),
+                        "eager_choice": off if is_off else _summary(route, route.text, plain),
                         "m": [route.rows_at(c) for c in timed],
                         "us": [t and t.latency_us for t in times],
                         "host_us": [t and t.host and t.host.us for t in times],

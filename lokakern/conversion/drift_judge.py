@@ -23,7 +23,7 @@ from lokakern.probe.replay import LearnedSite, compile_ahead, replay
 from lokakern.probe.report import ProbeReport
 from lokakern.probe.statistics import FEWEST_ROWS
 from lokakern.probe.verdicts import ClassVerdict, worst_of
-from lokakern.probe.windows import SiteWindow, Transfer, transfers_of
+from lokakern.probe.windows import Numbers, SiteWindow, Transfer, transfers_of
 from lokakern.progress import Progress
 from lokakern.types import ErrorBudget
 
@@ -170,8 +170,10 @@ class DriftJudge:
         moved: dict[str, str] = {}
         parts: dict[str, set[str]] = {}
         off = self._turned_off()
-        for transfer in window.numbers:
-            numbers = transfer.numbers()
+        found = [transfer.numbers() for transfer in window.numbers]
+        if _overflowed(window.sites, found):
+            return
+        for numbers in found:
             moved |= self._ranges.see(numbers, {site for site, _ in off})
             parts |= numbers.parts
         for name, waiting in self._first.items():
@@ -227,3 +229,13 @@ class DriftJudge:
         of_off = [place for place in able if place in off]
         waiting = of_off if of_off and next(self._rounds) % 2 == 0 else list(able)
         return waiting[:1]
+
+
+def _overflowed(sites: Mapping[str, SiteWindow], found: Collection[Numbers]) -> bool:
+    """Whether gradients overflowed float16 at a loss scale that was too large for it.
+
+    `torch.amp.GradScaler` skips such a step, and halves the scale: nothing of it is a drift. Where
+    inputs are not finite, either, it is none of that.
+    """
+    nonfinite = set[str]().union(*(numbers.nonfinite for numbers in found))
+    return nonfinite == {"grad_output"} and any(s.half is torch.float16 for s in sites.values())

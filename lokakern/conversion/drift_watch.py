@@ -1,4 +1,4 @@
-"""`Conversion.watch`: products run in bfloat16 while their operands round too badly in FP8.
+"""`Conversion.watch`: products run unquantized while their operands round too badly in FP8.
 
 A probe of its own keeps some rows and sizes of one step in so many, a window
 (`lokakern.probe.windows`). A thread of its own compares windows, and judges a site anew, from the
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 LOGGER = logging.getLogger(__name__)
 NO_BACKWARD = -1
 WEIGHTS_EVERY = 5  # windows, after which weights are looked at, which change slowly
-TO_BF16, TO_FP8, STAYS = "to bf16", "to fp8", "stays"
+TO_BF16, TO_FLOAT16, TO_FP8, STAYS = "to bf16", "to float16", "to fp8", "stays"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class DriftEvent:
         step: The step after which it counts.
         site: Name of the layer.
         gemm: "output", "grad_input" or "grad_weight".
-        action: "to bf16", "to fp8" or "stays".
+        action: "to bf16", or "to float16" where the layer multiplies in it, "to fp8" or "stays".
         moved: What left its usual range; "" of a first judgement, and of those in turn.
         safety: Of the kernels of its route: "safe", "unsafe" or "undecided".
         reason: Why they are not safe; "" where they are.
@@ -261,7 +261,7 @@ class DriftWatch:
 
     @property
     def in_bf16(self) -> list[str]:
-        """The products that are turned off, as ``site/gemm``."""
+        """The products that are turned off, as ``site/gemm``, also those in float16."""
         return sorted(f"{site}/{gemm}" for site, gemm in self._off)
 
     def apply(self, wait: bool = False) -> list[DriftEvent]:
@@ -309,7 +309,7 @@ class DriftWatch:
         """Print the events."""
         from lokakern.render.terminal import print_rows
 
-        title = f"{len(self._off)} products in bfloat16 after {self.steps} steps"
+        title = f"{len(self._off)} products turned off after {self.steps} steps"
         print_rows([event.row() for event in self.events], "table", title=title)
 
     @property
@@ -346,7 +346,9 @@ class DriftWatch:
             is_safe = worst is not None and worst.safety == "safe"
             action = STAYS
             if is_safe == (place in self._off):
-                action = TO_FP8 if is_safe else TO_BF16
+                is_half = self._conversion.dtype_of(self._conversion.sites[name].module)
+                off = TO_FLOAT16 if is_half is torch.float16 else TO_BF16
+                action = TO_FP8 if is_safe else off
                 to_turn[is_safe].append(place)
             elif found.in_turn:
                 continue

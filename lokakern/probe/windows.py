@@ -217,11 +217,12 @@ class Transfer:
         np.divide(square, variance, out=ratio, where=variance > LEAST_VARIANCE * square)
         values = np.concatenate((np.log2(high / low), beyond, 0.5 * np.log2(1.0 + ratio)))
         shares = dict(zip(layouts["row"].keys, beyond.tolist(), strict=True))
+        nonfinite = {part for (_, part), share in shares.items() if share}
         parts: dict[str, set[str]] = {}
         for (site, part), rows in self._sampled.items():
             if rows * (1.0 - shares.get((site, part), 0.0)) >= FEWEST_ROWS:
                 parts.setdefault(site, set()).add(part)
-        return Numbers(_names(self._places), values, parts)
+        return Numbers(_names(self._places), values, parts, nonfinite)
 
 
 class Numbers(NamedTuple):
@@ -231,11 +232,13 @@ class Numbers(NamedTuple):
         names: Of each number its site, and ``part.name``.
         values: Octaves, and shares of rows, ``[count]``.
         parts: Of sites the operands of which enough rows were sampled that were finite.
+        nonfinite: Operands of which some row of some site was not, such as {"grad_output"}.
     """
 
     names: tuple[tuple[str, str], ...]
     values: Array
     parts: dict[str, set[str]]
+    nonfinite: set[str]
 
     def of(self, site: str) -> dict[str, float]:
         """Those of a site, by ``part.name``."""

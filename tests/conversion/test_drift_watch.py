@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import subprocess
 import sys
@@ -18,7 +19,14 @@ from torch import Tensor, nn
 import lokakern
 from lokakern.conversion import drift_judge, drift_watch
 from lokakern.conversion.convert import OFF
-from lokakern.conversion.drift_watch import STAYS, TO_BF16, TO_FP8, DriftEvent, DriftWatch
+from lokakern.conversion.drift_watch import (
+    STAYS,
+    TO_BF16,
+    TO_FLOAT16,
+    TO_FP8,
+    DriftEvent,
+    DriftWatch,
+)
 from lokakern.conversion.routes import GEMMS
 from lokakern.errors import ShapeError, UnsupportedError
 from lokakern.nn.routed_matmul import has_switch, kernels_of, switched, traced_route, turn
@@ -94,7 +102,7 @@ def test_a_drift_turns_products_off_and_its_end_turns_them_on(regime: str) -> No
         assert "row_err" in event.reason
         assert torch.equal(model[0](x), plain_output(model, x))
         (row,) = [r for r in handle.choices if (r["site"], r["gemm"]) == ("0", "output")]
-        assert row["choice"] == OFF
+        assert row["choice"] == f"bf16, {OFF}"
         back = training.run(4 * EVERY)
         assert swaps(back) == dict.fromkeys(swaps(events), TO_FP8)
         assert watch.in_bf16 == []
@@ -250,7 +258,7 @@ def test_events_are_logged_and_printed(
     warned = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert any("0/output to bf16, unsafe: row_err" in words for words in warned)
     watch.table()
-    assert "products in bfloat16 after 4 steps" in capsys.readouterr().out
+    assert "products turned off after 4 steps" in capsys.readouterr().out
 
 
 def test_what_cannot_be_watched_is_refused() -> None:
@@ -470,6 +478,106 @@ def test_a_switch_is_a_part_of_a_route() -> None:
     assert switched("", "x") == ""
     turn(["x.1.output"], False)
     turn(["x.1.output"], True)
+
+
+# ---- float16 ----
+
+
+class ScaledTraining:
+    """Steps under autocast to float16 with a scaler, whose scale overflows at first."""
+
+    def __init__(
+        self, model: nn.Sequential, watch: DriftWatch, where: str = "cpu", fused: bool = False
+    ) -> None:
+        self.model, self.watch, self.where, self.done = model, watch, where, 0
+        self.optimizer = torch.optim.SGD(model.parameters(), 1e-6, fused=fused)
+        self.scaler = torch.amp.GradScaler(where, init_scale=2.0**28, growth_interval=3)
+        self.scales = [self.scaler.get_scale()]
+
+    def run(self, steps: int, small: float = 1.0, large: float = 1.0) -> list[DriftEvent]:
+        before = len(self.watch.events)
+        for _ in range(steps):
+            x = batch(self.done, small).float().to(self.where)
+            x[1::8] *= large
+            with torch.autocast(self.where, torch.float16):
+                loss = self.model(x).float().square().mean()
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.optimizer.zero_grad()
+            self.watch.apply(wait=True)
+            self.scales.append(self.scaler.get_scale())
+            self.done += 1
+        return self.watch.events[before:]
+
+    def overflows(self) -> int:
+        return sum(b < a for a, b in itertools.pairwise(self.scales))
+
+
+@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_loss_scale_that_changes_is_no_drift_and_a_drift_is_found(
+    every: int, fused: bool, where: str
+) -> None:
+    """Optimizers with ``fused=True`` are called in steps that are skipped, too."""
+    model = model_of().float().to(where)
+    handle = lokakern.convert(model, kernels="tensor", dtype=torch.float16)
+    with handle.watch(budget=0.06, every=every) as watch:
+        training = ScaledTraining(model, watch, where, fused)
+        events = training.run(40)
+        assert training.overflows() >= 8 and max(training.scales[10:]) > min(training.scales[10:])
+        assert {event.action for event in events} == {STAYS}
+        assert {event.safety for event in events} == {"safe"}
+        assert len(events) == 5 and not any(event.moved for event in events), "the first judgement"
+        events = training.run(10 * every, 1e-5)
+        assert swaps(events)["0/output"] == TO_FLOAT16
+        event = next(e for e in events if (e.site, e.gemm) == ("0", "output"))
+        assert event.safety == "unsafe" and "input.row_spread rose from" in event.moved
+        (row,) = [r for r in handle.choices if (r["site"], r["gemm"]) == ("0", "output")]
+        assert row["choice"] == f"float16, {OFF}"
+        x = batch(99, 1e-5).float().to(where)
+        with torch.autocast(where, torch.float16):
+            off, plain = model[0](x).double(), plain_output(model, x).double()
+        assert (off - plain).norm() <= 1e-3 * plain.norm(), "with FP8 it is 0.04"
+        back = training.run(10 * every)
+        assert watch.in_bf16 == [] and swaps(back)["0/output"] == TO_FP8
+
+
+def test_inputs_that_overflow_are_told_at_once() -> None:
+    """No scale of a loss does that."""
+    model = model_of().float()
+    handle = lokakern.convert(model, kernels="tensor", dtype=torch.float16)
+    with handle.watch(budget=0.06, every=1) as watch:
+        training = ScaledTraining(model, watch, fused=True)
+        assert {event.action for event in training.run(12)} == {STAYS}
+        events = training.run(1, large=1e6)  # finite in float32; the next layer's are infinite
+    moved = {event.site: event.moved for event in events}
+    assert "input.nonfinite_rows rose from 0 to 0.125" in moved["2"]
+    assert "inputs up to " in next(e.reason for e in events if e.site == "0")
+
+
+def test_a_report_in_the_other_dtype_watches_nothing() -> None:
+    model = model_of()
+    with lokakern.Probe(model, every=1) as probe:
+        model(batch(0)).float().square().mean().backward()
+    for dtype, words in (
+        (torch.float16, "0 multiplies in bfloat16, and the report judges it in float16: probe"),
+        (torch.bfloat16, "0 multiplies in float16, and the report judges it in bfloat16: probe"),
+    ):
+        report = probe.report(seeds=(0,), dtype=dtype)
+        own = torch.bfloat16 if dtype is torch.float16 else torch.float16
+        handle = lokakern.convert(model.to(own), kernels="tensor")
+        with pytest.raises(UnsupportedError, match=words):
+            handle.watch(report)
+        handle.undo()
+        handle = lokakern.convert(model.to(dtype), kernels="tensor")
+        with handle.watch(report, every=1) as watch:
+            for seed in range(3):
+                model(batch(seed).to(dtype)).float().square().mean().backward()
+                watch.apply(wait=True)
+        assert not swaps(watch.events)
+        handle.undo()
 
 
 def small_rows(seed: int) -> Tensor:

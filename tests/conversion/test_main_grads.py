@@ -623,15 +623,16 @@ def test_a_check_samples_all_but_weight_gradients() -> None:
     assert len(handle.checks) > 1
 
 
-def test_a_watch_turns_weight_gradients_off_and_on() -> None:
-    model, handle = converted("tensor")
+@IN
+def test_a_watch_turns_weight_gradients_off_and_on(half: torch.dtype) -> None:
+    model, handle = converted("tensor", half=half)
     with handle.watch(budget=0.06):
         places = [("0", "grad_weight")]
         sums = []
         for is_on in (True, False, True):
             handle.turn(places, is_on)
             main_grad(model[0]).zero_()
-            passed(model, 1)
+            passed(model, 1, half=half)
             sums.append(main_grad(model[0]).clone())
     assert torch.equal(sums[0], sums[2])
     assert not torch.equal(sums[0], sums[1])
