@@ -19,7 +19,7 @@ class NormGradients(NamedTuple):
     """Gradients of what was normalized, of the vectors around it, and of what is quantized.
 
     Attributes:
-        dy: Of what was normalized, bfloat16 ``[m, k]``; None where nobody wants it so.
+        dy: Of what was normalized, ``[m, k]`` in its dtype; None where nobody wants it so.
         quantized: The same, FP8 ``[m, k]`` with scales of rows or 1x128; None as well.
         quantized_t: Of its transpose, ``[k, m]``; with `quantized`.
         sums: Of columns, float32 ``[n, k]``: of the bias of the GEMM before, the norm's weight and
@@ -67,7 +67,7 @@ def empty_gradients(
     form, granularity = problem.out_format, problem.out_granularity
     dy = quantized = quantized_t = sums = None
     if not form.is_fp8 or "residual" in problem.epilogue.split("+"):
-        dy = torch.empty((m, k), dtype=torch.bfloat16, device=device)
+        dy = torch.empty((m, k), dtype=problem.a.format.dtype, device=device)
     if form.is_fp8:
         quantized, quantized_t = (
             QuantizedTensor(

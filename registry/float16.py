@@ -10,24 +10,33 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
-from lokakern.types import Format, Problem
+import torch
+
+from lokakern.types import Format, NormEpilogue, Problem
 
 # Those of PyTorch and Triton convert whatever they read and write; those of CUDA have programs of
 # their own, see kernels/cuda/half.py.
-_TAKE_IT = ("torch.bf16", "torch.bf16_padded", "torch.norm_quantize")
-_OPS_WITHOUT = ("gemm_norm", "norm_backward")  # compositions of them write bfloat16 in between
+_TAKE_IT = ("torch.bf16", "torch.bf16_padded", "torch.norm_quantize", "torch.norm_unfused",
+            "torch.norm_backward", "torch.bf16_relu")  # fmt: skip
 _FAMILIES = (
     "torch.quantize_",
     "torch.dequantize_",
     "torch.emulated_",
+    "torch.norm_emulated_",
     "triton.quantize_",
     "triton.dequantize_",
     "triton.scaled_gemm_",
     "triton.norm_quantize",
+    "triton.gemm_norm_",
+    "triton.gemm_block_norm_",
     "cuda.quantize_",
     "cuda.scaled_gemm_",
+    "cuda.gemm_norm_",
+    "cuda.gemm_cross_",
     "cuda.norm_quantize",
+    "cuda.norm_backward",
     "cuda.activate_quantize_",
 )
 _WRITTEN_FOR_BFLOAT16 = "_fast"  # its sums are worth no more
@@ -54,13 +63,11 @@ def refusal(kernel: str, parts: Sequence[str], problem: Problem) -> str | None:
 
     Args:
         kernel: Its name.
-        parts: Those of a composition, which asks them itself.
+        parts: Those of a composition.
         problem: With float16.
     """
     if Format.BFLOAT16 in _formats(problem):
         return "operands and outputs are float16 and bfloat16; expected one of them"
-    if problem.op in _OPS_WITHOUT:
-        return "takes no float16"
     for name in parts or (kernel,):
         if not _takes(name):
             return "takes no float16" if name == kernel else f"{name}: takes no float16"
@@ -77,3 +84,34 @@ def _formats(problem: Problem) -> Iterator[Format]:
     yield problem.out_format
     if problem.b is not None:
         yield problem.b.format
+
+
+class InHalf(tuple[Any, ...]):
+    """Of a named tuple of what a kernel computes, in float16: no cache takes it for bfloat16's."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, type(self)) and tuple(self) == tuple(other)
+
+    def __ne__(self, other: object) -> bool:  # a tuple has its own
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash((type(self), *self))
+
+
+def has_half(a: Any, out: Any, epilogue: NormEpilogue | None = None) -> bool:
+    """Whether a launch of op gemm_norm is with float16.
+
+    Args:
+        a: The left operand.
+        out: The output.
+        epilogue: Read where both are FP8, and a composition has quantized a.
+    """
+    for x in (a, out):
+        if isinstance(x, torch.Tensor):
+            return x.dtype is torch.float16
+    return epilogue is not None and any(
+        x.dtype is torch.float16 for x in epilogue if isinstance(x, torch.Tensor)
+    )

@@ -154,6 +154,8 @@ def scaled_product(
 # Nothing is summed in `norm_quantize` but statistics: 2^-24 of x, where `numerics.kernel_error`
 # gives each magnitude 2^-13.
 ROUNDING_OF_ROWS = 2.0**-11
+# Of sums that a kernel may round to float16 before a norm: 2^-25 where they are subnormal.
+ROUNDING_TO_FLOAT16 = 2.0**-12
 
 
 def norm_sums(a: Matrix, b: Matrix) -> tuple[Tensor, Tensor]:

@@ -272,8 +272,7 @@ class Kernel:
             reason = float16.refusal(self.name, self.parts, problem)
             if reason is not None:
                 return Rejected(reason)
-            if not self.parts:
-                problem = float16.as_bfloat16(problem)
+            problem = float16.as_bfloat16(problem)
         try:
             answer = self.supports_problem(problem, device)
         except Exception as error:

@@ -21,6 +21,9 @@ from torch import Tensor
 from lokakern.driver import CudaLaunch
 from lokakern.kernels.cuda import (
     activate_quantize,
+    gemm_cross,
+    gemm_norm,
+    norm_backward,
     norm_quantize,
     quantize,
     quantize_tensor,
@@ -29,11 +32,13 @@ from lokakern.kernels.cuda import (
     scaled_gemm,
     scaled_gemm_unaligned,
 )
+from lokakern.kernels.cuda.norm_tiles import NormKind
 from lokakern.kernels.cuda.tiles import Kind
+from lokakern.registry.float16 import InHalf, has_half
 from lokakern.registry.register import KERNELS
-from lokakern.types import Epilogue
+from lokakern.types import Epilogue, NormEpilogue, QuantizedTensor
 
-BOUNDS = activate_quantize.Bound, norm_quantize.Bound, quantize.Bound
+BOUNDS = activate_quantize.Bound, norm_backward.Bound, norm_quantize.Bound, quantize.Bound
 # By the file of the program in bfloat16.
 SOURCES = {
     "quantize.cu": "half_quantize.cu",
@@ -45,28 +50,28 @@ SOURCES = {
     "norm_quantize.cu": "half_norm_quantize.cu",
     "scaled_gemm.cu": "half_scaled_gemm.cu",
     "scaled_gemm_unaligned.cu": "half_scaled_gemm_unaligned.cu",
+    "gemm_norm.cu": "half_gemm_norm.cu",
+    "gemm_cross.cu": "half_gemm_cross.cu",
+    "norm_backward.cu": "half_norm_backward.cu",
 }
 
 
-class HalfKind(Kind):
-    """What is computed, with an output in float16: no cache takes it for one in bfloat16."""
+class HalfKind(InHalf, Kind):
+    """What a product computes, with an output in float16."""
 
     __slots__ = ()
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, HalfKind) and tuple(self) == tuple(other)
 
-    def __ne__(self, other: object) -> bool:  # a tuple has its own
-        return not self == other
+class HalfNormKind(InHalf, NormKind):
+    """What a product and a norm compute, with an operand, or what is beside them, in float16."""
 
-    def __hash__(self) -> int:
-        return hash((HalfKind, *self))
+    __slots__ = ()
 
 
 def _is_half(argument: Any) -> bool:
     if isinstance(argument, quantize_together.Words):
         argument = argument.source
-    return argument is torch.float16 or isinstance(argument, HalfKind)
+    return argument is torch.float16 or isinstance(argument, InHalf)
 
 
 def _with_half(module: ModuleType, name: str = "bind") -> None:
@@ -112,17 +117,18 @@ def _with_half_outputs() -> None:
     scaled_gemm._kind_of = kind_of
 
 
-def _with_half_norms() -> None:
-    """Launch norms of float16 by the same function, but for what binds it: signatures lack x."""
-    plain = norm_quantize.bind.__wrapped__
+def _with_half_rows(module: ModuleType) -> None:
+    """Launch rows of float16 by the same function, but for what binds it: signatures lack them."""
+    plain = module.bind.__wrapped__
 
     @functools.lru_cache(maxsize=4096)
-    def bind(signature: norm_quantize.Signature) -> norm_quantize.Bound:
-        return _bound_in_half(plain(signature))  # type: ignore[no-any-return]
+    def bind(signature: Any) -> Any:
+        return _bound_in_half(plain(signature))
 
-    kernel = KERNELS["cuda.norm_quantize"]
+    name = module.__name__.rpartition(".")[-1]
+    kernel = KERNELS[f"cuda.{name}"]
     of_bfloat16: Any = kernel.launch
-    of_float16 = FunctionType(of_bfloat16.__code__, {**vars(norm_quantize), "bind": bind})
+    of_float16 = FunctionType(of_bfloat16.__code__, {**vars(module), "bind": bind})
 
     def launch(x: Tensor, *others: Any) -> None:
         (of_float16 if x.dtype is torch.float16 else of_bfloat16)(x, *others)
@@ -130,8 +136,45 @@ def _with_half_norms() -> None:
     KERNELS[kernel.name] = replace(kernel, launch=launch)
 
 
+def _with_half_products_of_norms() -> None:
+    """Plan products with norms of float16 by the same function, but for names of it."""
+    plain = gemm_norm._planned
+    types = {**gemm_norm._TYPES, torch.float16: gemm_norm._TYPES[torch.bfloat16]}
+    names = {**vars(gemm_norm), "NormKind": HalfNormKind, "_TYPES": types}
+    of_float16 = FunctionType(plain.__code__, names)
+
+    def planned(
+        scales: str,
+        fast: bool,
+        a: Tensor | QuantizedTensor,
+        b: Tensor | QuantizedTensor,
+        out: Tensor | QuantizedTensor,
+        epilogue: NormEpilogue,
+    ) -> tuple[gemm_norm.Plan, NormKind]:
+        plan = of_float16 if has_half(a, out, epilogue) else plain
+        return plan(scales, fast, a, b, out, epilogue)
+
+    gemm_norm._planned = planned
+
+
+def _with_half_crosses() -> None:
+    """Launch products with crosses of float16 by the same function, but for a name of it."""
+    names = {**vars(gemm_cross), "Kind": HalfKind}
+    in_half = FunctionType(gemm_cross._launch.__code__, names)
+    for scales in gemm_cross.SCALES:
+        kernel = KERNELS[f"cuda.gemm_cross_{scales}"]
+        choice = kernel.launch, functools.partial(in_half, scales)
+
+        def launch(a: Any, b: Any, out: Tensor, *others: Any, choice: Any = choice) -> None:
+            choice[out.dtype is torch.float16](a, b, out, *others)
+
+        KERNELS[kernel.name] = replace(kernel, launch=launch)
+
+
 for _module in (
     activate_quantize,
+    gemm_cross,
+    gemm_norm,
     quantize,
     quantize_tensor,
     quantize_tile,
@@ -142,4 +185,7 @@ for _module in (
     _with_half(_module)
 _with_half(quantize_together, "bind_tiles")
 _with_half_outputs()
-_with_half_norms()
+_with_half_rows(norm_backward)
+_with_half_rows(norm_quantize)
+_with_half_products_of_norms()
+_with_half_crosses()

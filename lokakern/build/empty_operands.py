@@ -19,6 +19,7 @@ from lokakern.problems import (
     is_plain,
     row_length,
 )
+from lokakern.registry import float16
 from lokakern.registry.ops import EPILOGUE_OPS, NORM_OPS
 from lokakern.registry.register import Kernel
 from lokakern.types import (
@@ -143,7 +144,7 @@ def empty_epilogue(
     cross = None
     if problem.epilogue.endswith("cross"):
         shape = (problem.batch * problem.m, problem.n)
-        cross = torch.empty(shape, dtype=torch.bfloat16, device=device)
+        cross = torch.empty(shape, dtype=bias_format(problem).dtype, device=device)
     scale = torch.empty((1, 1), device=device) if problem.out_format.is_fp8 else None
     return (epilogue_of(problem, cross, cross, scale),)
 
@@ -182,7 +183,8 @@ def empty_quantized(
 def _norm_epilogue(problem: Problem, device: torch.device) -> NormEpilogue:
     form = norm_form(problem.epilogue)
     columns = row_length(problem.op, (problem.m, problem.n, problem.k))
-    matrix = torch.empty((problem.m, columns), dtype=torch.bfloat16, device=device)
+    half = torch.float16 if float16.is_in(problem) else torch.bfloat16
+    matrix = torch.empty((problem.m, columns), dtype=half, device=device)
     vector = torch.empty(columns, dtype=NORM_VECTORS.dtype, device=device)
     cross = matrix if form.last == "cross" else None
     return NormEpilogue(

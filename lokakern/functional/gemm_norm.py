@@ -72,6 +72,7 @@ from lokakern.types import (
     empty_data,
 )
 
+HALVES = "bfloat16", "float16"
 Matrix = Tensor | QuantizedTensor
 Scale = Tensor | float | str | None
 _PLANS: dict[Any, Table] = {}
@@ -160,24 +161,27 @@ def gemm_norm(
     unquantized product.
 
     Args:
-        a: ``[m, k]``, bfloat16, any strides; or from `quantize`.
-        b: ``[k, n]``: bfloat16, ``weight.t()`` is the fast layout; or a weight from
+        a: ``[m, k]``, bfloat16 or float16, any strides; or from `quantize`.
+        b: ``[k, n]``: in the dtype of ``a``, ``weight.t()`` is the fast layout; or a weight from
             `prepare_weight`; or ``quantize(weight).t()``, where ``a`` is quantized.
         norm: "layer", "rms", "block_rms(n)" with n a divisor of the columns, or "none"; or a
             `lokakern.norm.Norm`.
-        bias: ``[n]``, bfloat16 or float32, added to the sums; of one dtype with the next two.
+        bias: ``[n]``, added to the sums; of one dtype with the next two: float32, or bfloat16,
+            or float16 where ``a`` or the output is.
         norm_weight: ``[n]``, multiplied with the normalized sums.
         norm_bias: ``[n]``, added after that.
         activation: f: "relu", "hardswish", "silu", or None.
-        gate: f is ``gate * sigmoid(z)``; ``[m, n]``, bfloat16, columns contiguous, as ``residual``
-            and ``cross``.
+        gate: f is ``gate * sigmoid(z)``; ``[m, n]``, bfloat16 or float16 as ``bias``, columns
+            contiguous, as ``residual`` and ``cross``.
         residual: Added to the sums before the norm.
         residual_last: Whether the residual is added to the output instead.
         cross: ``(x0, x)``: f is DCN's ``x0 * z + x``.
         eps: Of the norm; None means 1e-5, or that of a `Norm`.
-        out: Output, ``[m, n]``, bfloat16, columns contiguous; may be a slice.
-        out_format: "bfloat16" or an FP8 format. None means the device's E4M3 with
-            ``out_granularity`` or ``out_scale``, else bfloat16.
+        out: Output, ``[m, n]``, in ``out_format``, columns contiguous; may be a slice.
+        out_format: "bfloat16", "float16" or an FP8 format. None means the device's E4M3 with
+            ``out_granularity`` or ``out_scale``, else the dtype of ``a``, or bfloat16 where that
+            is quantized. Beyond 65504 a float16 output is infinite, and so are sums that a kernel
+            rounds to float16 before the norm, as torch's layers do: rows with them are NaN.
         out_granularity: Granularity of an FP8 output: "row" (default) or "1x128" with dynamic
             scales, or "tensor" with ``out_scale``.
         out_scale: Static descale of an FP8 output: a number, float32 ``[1, 1]``, or "static", the
@@ -194,8 +198,8 @@ def gemm_norm(
         on_miss: As of `gemm`; "bf16" logs nothing without a budget or with quantized operands.
 
     Returns:
-        ``[m, n]``: a bfloat16 tensor, ``out`` if given; or a `QuantizedTensor`, which can be the
-        next ``a``, for an FP8 format.
+        ``[m, n]``: a bfloat16 or float16 tensor, ``out`` if given; or a `QuantizedTensor`, which
+        can be the next ``a``, for an FP8 format.
 
     Raises:
         ShapeError: Shapes do not match.
@@ -221,7 +225,7 @@ def gemm_norm(
     )  # fmt: skip
     kind = (out_format, out_granularity, out_scale)
     if torch.is_grad_enabled() and _needs_grad(a, b, epilogue):
-        plain = out_format in (None, "bfloat16") and kind[1:] == (None, None)
+        plain = out_format in (None, *HALVES) and kind[1:] == (None, None)
         return _differentiable(
             a, b, epilogue, out, plain,
             lambda: _dispatched(a, b, epilogue, out, kind, budget, distribution, on_miss),
@@ -685,7 +689,7 @@ def _traced_gemm_norm(
         kind,
     )  # fmt: skip
     out_format, out_granularity, scale = words[-3:]
-    quantizes = out_format not in ("", "bfloat16") or bool(out_granularity) or scale is not None
+    quantizes = out_format not in ("", *HALVES) or bool(out_granularity) or scale is not None
     if torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (left, right, source, *words[:7])
     ):
@@ -695,8 +699,9 @@ def _traced_gemm_norm(
     ops = torch.ops.lokakern
     if out is not None:
         if quantizes:
-            raise FormatError("gemm_norm: out is given and the output is FP8; out is for bfloat16")
-        check_out(op, out, (left.shape[0], columns), torch.bfloat16)
+            half = half_of(left)
+            raise FormatError(f"gemm_norm: out is given and the output is FP8; out is for {half}")
+        check_out(op, out, (left.shape[0], columns), half_of(left, out_format))
         ops.gemm_norm_out(out, *given)
         return out
     if not quantizes:
@@ -803,8 +808,7 @@ def _empty_output(
         options.pop(f"out_{name}") for name in ("format", "granularity", "scale")
     )
     epilogue = epilogue_of_call(op, **options)
-    half = half_of(x) if op == "norm_quantize" else torch.bfloat16
-    check_epilogue(op, epilogue, rows, columns, half)
+    check_epilogue(op, epilogue, rows, columns, half_of(x, out_format))
     form, granularity = out_kind(
         op, out_format, out_granularity, scale, x, quantizes=op == "norm_quantize"
     )

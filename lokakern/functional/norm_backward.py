@@ -15,7 +15,7 @@ from lokakern.functional.checks import (
     granularity_named,
     operand_of,
 )
-from lokakern.functional.norm_checks import check_epilogue, epilogue_of_call
+from lokakern.functional.norm_checks import check_epilogue, epilogue_of_call, half_of
 from lokakern.gradients import NormGradients, empty_gradients
 from lokakern.norm import Norm
 from lokakern.problems import format_named
@@ -40,7 +40,8 @@ class NormBackward(NamedTuple):
     """Gradients of the inputs of a norm; None where not requested.
 
     Attributes:
-        dy: Gradient of the norm's input, and of a residual added to it, bfloat16 ``[m, k]``.
+        dy: Gradient of the norm's input, and of a residual added to it, ``[m, k]``, in the dtype
+            of y.
         quantized: The same, quantized from float32, ``[m, k]``: left operand of the GEMM for the
             gradient of the layer's input.
         quantized_t: Its transpose, with its own scales, ``[k, m]``: left operand of the GEMM for
@@ -78,15 +79,16 @@ def norm_backward(
     has the gradient ``dy``, a residual that was added last has ``dd``.
 
     Args:
-        dd: Gradient of the output, ``[m, k]``, bfloat16.
-        y: Input of the norm, ``[m, k]``, bfloat16: sums, bias and residual.
+        dd: Gradient of the output, ``[m, k]``, in the dtype of y.
+        y: Input of the norm, ``[m, k]``, bfloat16 or float16: sums, bias and residual.
         norm: As of `gemm_norm`.
         bias: Bias of the GEMM, ``[k]``, which ``y`` includes; if given, its gradient is computed.
-        norm_weight: ``[k]``.
+        norm_weight: ``[k]``, in float32 or the dtype of y, as are all vectors.
         norm_bias: ``[k]``.
         activation: "relu", "hardswish", "silu", or None.
         eps: Of the norm.
-        out_format: An FP8 format; None means the device's E5M2; "bfloat16" quantizes nothing.
+        out_format: An FP8 format; None means the device's E5M2; the dtype of y quantizes
+            nothing.
         granularity: "1x128" or "row".
         plain: Whether to return ``dy`` together with quantized gradients.
 
@@ -152,24 +154,31 @@ def _problem_of(
 ) -> Problem:
     for name, x in (("dd", dd), ("y", y)):
         check_matrix(OP, name, x)
-        if x.dtype != torch.bfloat16:
-            raise FormatError(f"{OP}: {name} is {x.dtype}; expected torch.bfloat16")
+        if x.dtype not in (torch.bfloat16, torch.float16):
+            raise FormatError(
+                f"{OP}: {name} is {x.dtype}; expected torch.bfloat16 or torch.float16"
+            )
     if dd.shape != y.shape:
         raise ShapeError(f"{OP}: dd is {list(dd.shape)} and y {list(y.shape)}; expected one shape")
+    if dd.dtype != y.dtype:
+        raise FormatError(f"{OP}: dd is {dd.dtype} and y {y.dtype}; expected one dtype")
     vectors = {name: getattr(epilogue, name) for name in ("bias", "norm_weight", "norm_bias")}
     check_same_device(OP, dd=dd, y=y, **vectors)
-    check_epilogue(OP, epilogue, *y.shape)
+    rows, columns = y.shape
+    check_epilogue(OP, epilogue, rows, columns, half_of(y))
     form = WIDE[fp8_format(device_of(y))]
     form = form if out_format is None else format_named(OP, out_format)
     scales = granularity_named(OP, granularity)
-    if form is Format.FLOAT32:
-        raise FormatError(f"{OP}: out_format is 'float32'; expected 'bfloat16' or an FP8 format")
+    half = Format.of(y.dtype)
+    if form is not half and not form.is_fp8:
+        raise FormatError(
+            f"{OP}: out_format is {form.value!r}; expected {half.value!r} or an FP8 format"
+        )
     if scales not in (Granularity.ROW, Granularity.GROUP):
         raise FormatError(f"{OP}: granularity is {scales.value!r}; expected 1x128 or row")
     if not form.is_fp8:
         scales = Granularity.NONE
     words = epilogue.form._replace(residual=plain and form.is_fp8)
-    rows, columns = y.shape
     return Problem(
         op=OP, m=rows, n=1, k=columns, a=_operand_of(dd, y), epilogue=str(words), out_format=form,
         out_granularity=scales,

@@ -113,9 +113,15 @@ def norm_of(op: str, norm: str | Norm, eps: float | None) -> Norm:
     return found
 
 
-def half_of(x: Tensor) -> torch.dtype:
-    """The dtype of what follows a norm of rows: float16 if that is theirs, else bfloat16."""
-    return torch.float16 if x.dtype is torch.float16 else torch.bfloat16
+def half_of(x: Tensor, out_format: Format | str | None = None) -> torch.dtype:
+    """The dtype of what follows rows or products: float16 if they or the output are, else bfloat16.
+
+    Args:
+        x: The rows, or the left operand's elements.
+        out_format: Of the output, if that is known.
+    """
+    is_half = x.dtype is torch.float16 or out_format in (Format.FLOAT16, "float16")
+    return torch.float16 if is_half else torch.bfloat16
 
 
 def shown_name(name: str) -> str:
@@ -210,10 +216,11 @@ def out_kind(
 
     Args:
         op: Name for messages.
-        out_format: None means the device's E4M3 if another argument implies scales, else bfloat16.
+        out_format: None means the device's E4M3 if another argument implies scales, else the
+            dtype of ``x`` if that is float16, else bfloat16.
         out_granularity: None means "tensor" with ``out_scale``, else "row".
         out_scale: Any valid or invalid value.
-        x: A tensor on the device.
+        x: The left operand's elements.
         quantizes: Whether the op always quantizes.
 
     Raises:
@@ -223,15 +230,16 @@ def out_kind(
     if out_format is not None:
         form = format_named(op, out_format)
     else:
-        form = fp8_format(device_of(x)) if scaled else Format.BFLOAT16
+        form = fp8_format(device_of(x)) if scaled else Format.of(half_of(x))
     if not form.is_fp8:
-        if form is not Format.BFLOAT16 or quantizes:
-            wanted = "an FP8 format" if quantizes else "'bfloat16' or an FP8 format"
+        if form not in (Format.BFLOAT16, Format.FLOAT16) or quantizes:
+            halves = "'bfloat16', 'float16' or "
+            wanted = f"{'' if quantizes else halves}an FP8 format"
             raise FormatError(f"{op}: out_format is {form.value!r}; expected {wanted}")
         if scaled:
             raise FormatError(
-                f"{op}: out_format is 'bfloat16', which has no scales; leave out_granularity and "
-                "out_scale out, or ask for an FP8 format"
+                f"{op}: out_format is {form.value!r}, which has no scales; leave out_granularity "
+                "and out_scale out, or ask for an FP8 format"
             )
         return form, Granularity.NONE
     if out_granularity is None:
@@ -338,20 +346,26 @@ def gemm_norm_problem(
         left = a.data
     else:
         check_matrix(op, "a", a)
-        if a.dtype != torch.bfloat16:
+        if a.dtype not in (torch.bfloat16, torch.float16):
             raise FormatError(
-                f"{op}: a is {a.dtype}; expected torch.bfloat16 (convert with .bfloat16()) or a "
-                "QuantizedTensor"
+                f"{op}: a is {a.dtype}; expected torch.bfloat16 (convert with .bfloat16()), "
+                "torch.float16 or a QuantizedTensor"
             )
         problem = gemm_problem(a, b, op=op)
         left = a
-    check_epilogue(op, epilogue, problem.m, problem.n)
     form, granularity = kind
+    half = half_of(left, form)
+    if left is a and not form.is_fp8 and form.dtype is not left.dtype:
+        raise FormatError(
+            f"{op}: a is {left.dtype} and out_format {form.value!r}; leave out_format out, or "
+            "convert a"
+        )
+    check_epilogue(op, epilogue, problem.m, problem.n, half)
     if form.is_fp8 and out is not None:
-        raise FormatError(f"{op}: out is given and the output is {form.value}; out is for bfloat16")
+        raise FormatError(f"{op}: out is given and the output is {form.value}; out is for {half}")
     if out is not None:
         check_matrix(op, "out", out)
-    strided = check_out(op, out, (problem.m, problem.n), torch.bfloat16)
+    strided = check_out(op, out, (problem.m, problem.n), half)
     check_same_device(op, a=left, out=out, **_tensors_of(epilogue, out_scale))
     return replace(
         problem, op=op, epilogue=epilogue.name(), out_format=form, out_granularity=granularity,

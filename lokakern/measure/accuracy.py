@@ -14,7 +14,7 @@ from torch import Tensor
 from lokakern import numerics
 from lokakern.build.empty_operands import empty_matrix, empty_output, launch_arguments
 from lokakern.gradients import empty_gradients
-from lokakern.measure.norm_errors import norm_kernel_error
+from lokakern.measure.norm_errors import SUM_ROUNDOFF, norm_kernel_error
 from lokakern.measure.norm_operands import (
     draw_epilogue,
     draw_normal,
@@ -22,6 +22,7 @@ from lokakern.measure.norm_operands import (
     gradients_error,
     half_of,
     parts_of,
+    rows_of_output,
     written_parts,
 )
 from lokakern.measure.operand_cache import OperandKey, Prefetcher
@@ -29,7 +30,7 @@ from lokakern.measure.operands import Case64, case_of, poison
 from lokakern.measure.tiled_compare import compare_bytes
 from lokakern.measure.timing import Contender, faults_of, status_and_reason
 from lokakern.problems import accuracy_problem, source_format, sums_over_samples
-from lokakern.registry import ops
+from lokakern.registry import float16, ops
 from lokakern.registry.norm_gradients import norm_gradients
 from lokakern.registry.ops import NORM_OPS
 from lokakern.registry.register import Kernel, fp8_format
@@ -356,10 +357,11 @@ class _Group:
             reference = exact
         else:
             given, unquantized, sums, shares = self.product(cell)
-            reference, size = ops.normalized(*unquantized, epilogue)
-            exact = reference
+            rounding = ops.ROUNDING_TO_FLOAT16 if half is Format.FLOAT16 else 0.0
+            exact, size = ops.normalized(sums.exact, sums.magnitude + rounding, epilogue)
+            reference = exact
             if sums is not unquantized:
-                exact, size = ops.normalized(*sums, epilogue)
+                reference, _ = ops.normalized(*unquantized, epilogue)
         out = empty_output(len(x), columns, form, granularity, x.device)
         poison(written_parts(out), form.nan_byte)
         if isinstance(out, QuantizedTensor):
@@ -367,15 +369,26 @@ class _Group:
             if granularity is Granularity.TENSOR:
                 out.scale.fill_(fitting_scale(epilogue, columns, form, lambda: exact))
         kernel.launch(*launch_arguments(kernel, (*given, out), (epilogue,)))
-        error = norm_kernel_error(out, exact, size, form.unit_roundoff)
         value = out if isinstance(out, Tensor) else numerics.dequantize(out, torch.float64)
+        rows = torch.ones(len(x), dtype=torch.bool, device=x.device)
+        if problem.b is not None and half is Format.FLOAT16:  # some kernels round sums to it
+            largest = sums.exact.abs() + SUM_ROUNDOFF * sums.magnitude
+            for more in (epilogue.bias, None if epilogue.residual_last else epilogue.residual):
+                largest = largest if more is None else largest + more.abs()
+            overflows = (largest > half.maximum).any(dim=1)
+            rows = value.isfinite().all(dim=1) | ~overflows
+        kept = out if bool(rows.all()) else rows_of_output(out, rows)
+        error = norm_kernel_error(kept, exact[rows], size[rows], form.unit_roundoff)
         return self._judged(cell, value, reference, error, shares)
 
     def _norm_backward(self, cell: Cell) -> AccuracyRecord:
         """The error of dy as the next GEMM reads it, for sampled gradients."""
-        problem, dd = cell.problem, self.x(Format.BFLOAT16)
-        epilogue = draw_epilogue(norm_form(problem.epilogue), len(dd), problem.k, dd.device)
-        y = draw_normal(dd)
+        problem, half = cell.problem, half_of(cell.problem)
+        dd = self.x(half)
+        epilogue = draw_epilogue(
+            norm_form(problem.epilogue), len(dd), problem.k, dd.device, half=half
+        )
+        y = draw_normal(dd, half=half)
         made = empty_gradients(replace(problem, m=len(dd)), epilogue, dd.device)
         poison(parts_of(made), problem.out_format.nan_byte)
         cell.kernel.launch(*launch_arguments(cell.kernel, (dd, y, made), (epilogue,)))
@@ -399,16 +412,18 @@ class _Group:
     ) -> AccuracyRecord:
         """The record of a dequantized output; a reason makes it wrong."""
         errors = numerics.measure_errors(value, reference)
-        status, form = "wrong", cell.problem.out_format
+        status = "wrong"
         is_right = error.maximum <= (bound := cell.kernel.bound_at(cell.problem))
         if errors.nonfinite_unexpected_count and not reason:
             reason = f"{errors.nonfinite_unexpected_count} outputs are not finite and should be"
-            if is_right and form is Format.FLOAT16:  # no fault of the kernel's
-                status = "error"
+            if is_right and float16.is_in(cell.problem):  # no fault of the kernel's
+                status, half = "error", Format.FLOAT16
                 reason = (
                     f"{errors.nonfinite_unexpected_count} of {value.numel()} outputs overflow "
-                    f"{form}, up to {form.maximum:g}"
+                    f"{half}, up to {half.maximum:g}"
                 )
+                if cell.problem.op == "gemm_norm":
+                    reason += ", or the sums of their rows do, before the norm"
         elif not is_right and not reason:
             reason = f"kernel_err {error.maximum:.3g} > {bound:g}"
         return AccuracyRecord(

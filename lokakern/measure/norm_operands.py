@@ -19,7 +19,7 @@ from lokakern.measure.tiled_compare import Piece, pieces_to_check
 from lokakern.norm import static_scale
 from lokakern.numerics import KernelError, kernel_error
 from lokakern.problems import NORM_VECTORS
-from lokakern.registry import ops
+from lokakern.registry import float16, ops
 from lokakern.registry.norm_gradients import Gradients64, norm_gradients
 from lokakern.registry.ops import NORM_OPS
 from lokakern.registry.register import Kernel
@@ -80,8 +80,8 @@ def draw_epilogue(
 
 
 def half_of(problem: Problem) -> Format:
-    """Format of the matrices of a problem with a norm: float16 if that is the rows' own."""
-    return Format.FLOAT16 if problem.a.format is Format.FLOAT16 else Format.BFLOAT16
+    """Format of the matrices of a problem with a norm: float16 if that is in it, or bfloat16."""
+    return Format.FLOAT16 if float16.is_in(problem) else Format.BFLOAT16
 
 
 def rows_of(epilogue: NormEpilogue, rows: slice) -> NormEpilogue:
@@ -110,7 +110,8 @@ def written_parts(out: Tensor | QuantizedTensor) -> tuple[Tensor, ...]:
     return (out.data, out.scale)
 
 
-def rows_of_output(out: Tensor | QuantizedTensor, rows: slice) -> Tensor | QuantizedTensor:
+def rows_of_output(out: Tensor | QuantizedTensor, rows: slice | Tensor) -> Tensor | QuantizedTensor:
+    """The output of some rows, given as a slice or as a mask."""
     if isinstance(out, Tensor):
         return out[rows]
     assert out.scale is not None  # an output is quantized, or a tensor
@@ -183,7 +184,10 @@ class NormOperands(Operands):
     def _exact(self, quantizing: Kernel | None) -> Case64:
         if self.problem.b is None:
             return Case64(*ops.norm_rows(self.x))
-        return super()._exact(quantizing)
+        case = super()._exact(quantizing)
+        if half_of(self.problem) is Format.FLOAT16:
+            return case._replace(magnitude=case.magnitude + ops.ROUNDING_TO_FLOAT16)
+        return case
 
     def _parts(self, number: int, piece: Piece) -> list[Tensor]:
         return [part[piece.rows] for part in self.outputs(self.sets[number])]
@@ -216,16 +220,18 @@ class NormBackwardOperands(NormOperands):
         problem = self.problem
         if problem.out_granularity not in (Granularity.NONE, Granularity.GROUP):
             raise MeasurementError(
-                f"{problem}: measured only with outputs in bfloat16 or FP8 with 1x128 scales"
+                f"{problem}: measured only with unquantized outputs or FP8 with 1x128 scales"
             )
-        if problem.a.layout is not Layout.ROW or problem.a.format is not Format.BFLOAT16:
-            raise MeasurementError(f"{problem}: measured only with row-major bfloat16 operands")
+        if problem.a.layout is not Layout.ROW or problem.a.format is not half_of(problem):
+            raise MeasurementError(
+                f"{problem}: measured only with row-major operands in bfloat16 or float16"
+            )
         super()._check_problem()
 
     def _draw_epilogue(self, generator: torch.Generator) -> None:
         super()._draw_epilogue(generator)
         self.shared_epilogue = self.shared_epilogue._replace(residual=None, residual_last=False)
-        self.y = draw_normal(self.x, self.seed)
+        self.y = draw_normal(self.x, self.seed, half_of(self.problem))
 
     def _make_set(self, order: Tensor) -> tuple[Any, ...]:
         given = super()._make_set(order)
@@ -274,11 +280,11 @@ class NormBackwardOperands(NormOperands):
         return norm_gradients(self.x, self.y, self.shared_epilogue, counts)
 
 
-def draw_normal(x: Tensor, seed: int = 0) -> Tensor:
-    """A normal tensor with mean 1 in the shape of x, bfloat16: the input of the norm."""
+def draw_normal(x: Tensor, seed: int = 0, half: Format = Format.BFLOAT16) -> Tensor:
+    """A normal tensor with mean 1 in the shape of x: the input of the norm."""
     generator = torch.Generator(x.device).manual_seed(1 + seed)
     sampled = torch.randn(x.shape, generator=generator, device=x.device)
-    return (1.0 + sampled).to(Format.BFLOAT16.dtype)
+    return (1.0 + sampled).to(half.dtype)
 
 
 def parts_of(made: NormGradients) -> tuple[Tensor, ...]:

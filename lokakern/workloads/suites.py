@@ -24,6 +24,7 @@ from lokakern.workloads.gemm_cases import Case as Case
 from lokakern.workloads.gemm_cases import gemm_cases as gemm_cases
 from lokakern.workloads.gemm_cases import shape_cases as shape_cases
 from lokakern.workloads.gemm_gradient_cases import (
+    GRADIENTS,
     WIDE_RANGE,
     grad_input_cases,
     grad_weight_case,
@@ -33,6 +34,7 @@ from lokakern.workloads.norm_cases import (
     BACKWARD_SHAPES,
     chain_layer_cases,
     chained_cases,
+    gemm_norm_case,
     gemm_norm_cases,
     grouped_norm_cases,
     norm_backward_cases,
@@ -231,6 +233,9 @@ def _quantizers(fp8: Format) -> Iterator[Case]:
         yield Case.of("quantize_transpose", (m, k), "X1", epilogue="column_sums", **fields)
 
 
+NORMED_SHAPES = ((2048, 512, 512), (8192, 1024, 1024), (32768, 512, 1024))
+
+
 def _float16(fp8: Format) -> Iterator[Case]:
     half = Operand(Format.FLOAT16)
     for m in ANCHOR_M:
@@ -247,6 +252,16 @@ def _float16(fp8: Format) -> Iterator[Case]:
         fields = quantized_output(fp8, Granularity.ROW)
         for epilogue in ("layer+affine", "rms", "relu"):
             yield Case.of("norm_quantize", (m, k), "X1", a=half, epilogue=epilogue, **fields)
+    for m, n, k in NORMED_SHAPES:
+        for epilogue in ("bias+layer+affine+silu", "rms", "bias+cross"):
+            for a in (half, *[Operand(fp8, g) for g in (Granularity.ROW, Granularity.GROUP)]):
+                yield gemm_norm_case(m, n, k, epilogue, "X1", a, out_format=Format.FLOAT16)
+        fields = quantized_output(fp8, Granularity.ROW)
+        yield gemm_norm_case(m, n, k, "bias+layer+affine", "X1", half, **fields)
+        layer = {"a": half, "epilogue": "bias+layer+affine+silu"}
+        for out in (quantized_output(WIDE_RANGE[fp8], Granularity.GROUP),
+                    {"out_format": Format.FLOAT16}):  # fmt: skip
+            yield Case.of("norm_backward", (m, n), GRADIENTS, **layer, **out)
 
 
 MX_GPUS = frozenset({"sm_100", "gfx950"})
@@ -273,7 +288,11 @@ SUITES: dict[str, Suite] = {
         Suite("lrm-backward", "gradients of their inputs and weights", _lrm_backward),
         Suite("norms", "the 27 anchors, each followed by a norm; norms of rows", _norms),
         Suite("narrow", "many rows, at most 64 outputs: bound by the bytes of a", _narrow),
-        Suite("float16", "products, quantizers and norms of rows in float16", _float16),
+        Suite(
+            "float16",
+            "products, quantizers, norms and their gradients in float16",
+            _float16,
+        ),
         Suite("mx", "scales of 1x32, for GPUs that multiply with them", _mx, MX_GPUS),
     )
 }

@@ -17,11 +17,15 @@ from lokakern import numerics
 from lokakern.build.prebuild import jobs_for
 from lokakern.device import current_device
 from lokakern.functional.checks import operand_of
+from lokakern.functional.norm_backward import norm_backward
 from lokakern.kernels.cuda import half, quantize, scaled_gemm, tiles
+from lokakern.measure.norm_errors import norm_kernel_error
 from lokakern.measure.tiled_compare import compare_bytes, compare_sums
+from lokakern.norm import norm_named
 from lokakern.nvrtc import Program
 from lokakern.problems import make_problem
 from lokakern.registry import float16, ops
+from lokakern.registry.norm_gradients import norm_gradients
 from lokakern.registry.register import KERNELS, fp8_format
 from lokakern.types import (
     PLAIN,
@@ -36,8 +40,10 @@ from lokakern.types import (
 )
 from lokakern.workloads.suites import SUITES
 from tests.kernels.test_kernels import launch_scaled_gemm, poisoned
-from tests.support.kernel_cases import cases, kernel_here
-from tests.support.norm_runs import Run, epilogue_of
+from tests.support.kernel_cases import CROSSING, RECTIFYING, cases, kernel_here
+from tests.support.norm_backward_runs import VARIANTS, Variant
+from tests.support.norm_backward_runs import Run as BackwardRun
+from tests.support.norm_runs import OUTPUTS, Run, epilogue_of
 
 HALF = Format.FLOAT16
 H200 = Device("nvidia", "NVIDIA H200", "sm_90", 132, 141)
@@ -278,8 +284,12 @@ def test_float16_does_not_mix_with_bfloat16() -> None:
     with pytest.raises(lokakern.errors.LokakernError, match=r"torch\.float16, columns contiguous"):
         y = torch.zeros(16, 16).bfloat16()
         lokakern.scaled_gemm(q, q.t(), out_format="float16", cross=(y, y))
-    with pytest.raises(lokakern.errors.LokakernError, match=r"expected torch\.bfloat16"):
-        lokakern.gemm_norm(x, x.t(), norm="rms")
+    with pytest.raises(lokakern.errors.LokakernError, match=r"expected \[16, 16\] torch\.float16"):
+        lokakern.gemm_norm(x, x.t(), norm="rms", residual=y)
+    with pytest.raises(lokakern.errors.LokakernError, match="out_format 'bfloat16'; leave"):
+        lokakern.gemm_norm(x, x.t(), norm="rms", out_format="bfloat16")
+    with pytest.raises(lokakern.errors.LokakernError, match=r"expected torch\.bfloat16 or torch"):
+        lokakern.gemm_norm(q, q.t(), norm="rms", norm_weight=y[0].half(), out_granularity="row")
 
 
 # --- norms of rows
@@ -321,15 +331,19 @@ def normed(
     where: str, columns: int, norm: str, last: dict[str, Any], vectors: tuple[str, ...]
 ) -> tuple[Tensor, NormEpilogue]:
     """Rows and what follows, in float16, or in float32 of long vectors."""
-    epilogue = epilogue_of(norm, last, vectors, columns > 1000, 37, columns, where)
-    epilogue = epilogue._replace(**{
-        key: value.to(HALF.dtype) for key, value in epilogue._asdict().items()
-        if isinstance(value, Tensor) and value.dtype is torch.bfloat16
-    })  # fmt: skip
+    epilogue = in_half(epilogue_of(norm, last, vectors, columns > 1000, 37, columns, where))
     x = torch.randn(37, columns, generator=torch.Generator().manual_seed(columns))
     x *= torch.logspace(-4, 3, 37).unsqueeze(1)
     x[5] = 0.0
     return x.to(HALF.dtype).to(where), epilogue
+
+
+def in_half(epilogue: NormEpilogue) -> NormEpilogue:
+    """With float16 in the place of bfloat16."""
+    return epilogue._replace(**{
+        key: value.to(HALF.dtype) for key, value in epilogue._asdict().items()
+        if isinstance(value, Tensor) and value.dtype is torch.bfloat16
+    })  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "where"), NORMED)
@@ -369,6 +383,212 @@ def test_norm_quantize_takes_float16() -> None:
             lokakern.norm_quantize(x, norm="rms", **wrong)
 
 
+@pytest.mark.parametrize(("name", "where"), taking("norm_backward"))
+def test_gradients_of_norms_are_quantized_both_ways(name: str, where: str) -> None:
+    """Rows that end within a tile, are shared by a cluster, or by no one."""
+    kernel, taken = kernel_here(name, where), 0
+    sizes = (140, 512), (259, 200), (1, 8), (130, 2056), (5, 8192), (300, 768)
+    for place, variant in enumerate(VARIANTS):
+        m, k = sizes[place % len(sizes)]
+        if "block" in variant.norm and k % int(variant.norm[10:-1]):
+            m, k = sizes[0]
+        run = BackwardRun(kernel, variant, m, k, where, half=HALF)
+        if run.outputs.dy is not None and not isinstance(run.answer, Rejected):
+            assert run.outputs.dy.dtype is HALF.dtype
+        taken += run.check()
+    assert taken > 20
+
+
+@pytest.mark.parametrize(("name", "where"), taking("norm_backward"))
+def test_gradients_of_hostile_rows(name: str, where: str) -> None:
+    """Large, subnormal and zero rows are right; rows with NaN are NaN, and no others."""
+    kernel = kernel_here(name, where)
+    for norm in ("layer", "block_rms(64)", "rms"):
+        y, dd = (torch.randn(140, 256, generator=torch.Generator().manual_seed(i)) for i in (2, 1))
+        y[1], dd[2] = 0.0, 0.0
+        y[3] += 64.0
+        y[4], y[5], dd[6], dd[7] = y[4] * 1e4, y[5] * 1e-6, dd[6] * 1e-6, dd[7] * 1e4
+        y, dd = y.half().to(where), dd.half().to(where)
+        for out in (None, Format.E5M2):
+            variant = Variant(norm, "hardswish", out=out)
+            assert BackwardRun(kernel, variant, 140, 256, where, dd, y, half=HALF).check()
+        y[8, 9], dd[9, 3] = torch.nan, torch.inf
+        variant = Variant(norm, "hardswish", (), out=None)
+        run = BackwardRun(kernel, variant, 140, 256, where, dd, y, half=HALF)
+        assert run.check() and run.outputs.dy is not None
+        wrong = (~run.outputs.dy.isfinite()).any(dim=1)
+        assert wrong[[8, 9]].all() and int(wrong.sum()) == 2
+
+
+def test_norm_backward_takes_float16() -> None:
+    y, dd = (torch.randn(40, 96, generator=torch.Generator().manual_seed(i)) for i in (1, 2))
+    weight = (torch.rand(96) + 0.5).half()
+    y, dd = y.half(), dd.half()
+    made = norm_backward(dd, y, norm="layer", norm_weight=weight, activation="silu")
+    exact = norm_gradients(
+        dd, y, NormEpilogue(norm_named("layer"), norm_weight=weight, activation="silu")
+    ).dy  # fmt: skip
+    assert made.dy is not None and made.dy.dtype is HALF.dtype and made.quantized is not None
+    assert (made.dy.double() - exact).norm() < 1e-3 * exact.norm()
+    assert (numerics.dequantize(made.quantized).double() - exact).norm() < 0.1 * exact.norm()
+    plain = norm_backward(dd, y, norm="rms", out_format="float16")
+    assert plain.quantized is None and plain.dy is not None and plain.dy.dtype is HALF.dtype
+    assert norm_backward(dd[:0], y[:0], norm="rms").dy.dtype is HALF.dtype  # type: ignore[union-attr]
+    for given, words in (
+        ((dd.bfloat16(), y), "expected one dtype"), ((dd.float(), y), "torch.float16"),
+    ):  # fmt: skip
+        with pytest.raises(lokakern.errors.LokakernError, match=words):
+            norm_backward(*given, norm="rms")
+    with pytest.raises(lokakern.errors.LokakernError, match="expected 'float16' or an FP8 format"):
+        norm_backward(dd, y, norm="rms", out_format="bfloat16")
+    with pytest.raises(lokakern.errors.LokakernError, match=r"expected torch\.float16"):
+        norm_backward(dd, y, norm="rms", norm_weight=weight.bfloat16())
+
+
+# --- products with norms
+
+NORMED_PRODUCTS = taking("gemm_norm")
+PRODUCT_FORMS = (
+    *FORMS,
+    ("none", {"x0": 1, "x": 1}, ("bias",)),
+    ("none", {"activation": "relu"}, ("bias",)),
+    ("layer", {"activation": "silu"}, ("bias", "norm_weight", "norm_bias")),
+    ("rms", {"residual": 1}, ("bias",)),
+)
+# Tails of tiles of rows, columns and steps; one block of columns, and several that share a row.
+PRODUCT_SIZES = ((37, 72, 264), (130, 256, 173), (67, 1024, 256), (300, 520, 512), (1, 8, 40))
+
+
+def normed_product(
+    kernel: Any, where: str, size: tuple[int, int, int], place: int, granularity: Granularity
+) -> Run | None:
+    """A launch, with vectors in float16 or float32; None of FP8 from FP8, which has no float16."""
+    (m, n, k), (norm, last, vectors) = size, PRODUCT_FORMS[place]
+    if granularity is not Granularity.NONE and takes_fp8(kernel):
+        return None
+    generator = torch.Generator().manual_seed(place)
+    x, w = (torch.randn(rows, k, generator=generator) for rows in (m, n))
+    x *= torch.logspace(-3, 2, m).unsqueeze(1)
+    x[m // 2] = 0.0
+    epilogue = in_half(epilogue_of(norm, last, vectors, place % 2 == 0, m, n, where))
+    return Run(kernel, x.half().to(where), w.half().to(where), epilogue, granularity)
+
+
+def takes_fp8(kernel: Any) -> bool:
+    return kernel.granularity is not Granularity.NONE and not kernel.quantizes
+
+
+@pytest.mark.parametrize(("name", "where"), NORMED_PRODUCTS)
+def test_products_are_normalized(name: str, where: str) -> None:
+    """Every form at a size, written as float16 and as FP8."""
+    kernel, taken = kernel_here(name, where), 0
+    for place in range(len(PRODUCT_FORMS)):
+        for i, granularity in enumerate((Granularity.NONE, OUTPUTS[1 + place % 3])):
+            size = PRODUCT_SIZES[(place + i) % len(PRODUCT_SIZES)]
+            if size[1] % 8 and "block" in PRODUCT_FORMS[place][0]:
+                continue
+            run = normed_product(kernel, where, size, place, granularity)
+            taken += run is not None and run.check()
+    for size in PRODUCT_SIZES:  # of kernels with a single form
+        for place in (8, 9):
+            run = normed_product(kernel, where, size, place, Granularity.NONE)
+            taken += run is not None and run.check()
+    assert taken >= 4
+
+
+@pytest.mark.parametrize(("name", "where"), NORMED_PRODUCTS)
+def test_sums_beyond_float16_make_their_rows_nan_at_worst(name: str, where: str) -> None:
+    """Kernels that keep sums in float32 are right; those that round them have rows of NaN."""
+    kernel = kernel_here(name, where)
+    if name in (*CROSSING, *RECTIFYING):
+        pytest.skip("has no norm")
+    generator = torch.Generator().manual_seed(1)
+    x, w = (torch.randn(rows, 256, generator=generator).half() for rows in (40, 256))
+    w = w.abs()
+    x[1, 3], x[2, 5], x[3] = math.nan, math.inf, 60000.0
+    x[4], x[5] = 0.0, 1e-5
+    x, w = x.to(where), w.to(where)
+    for norm in ("layer", "rms", "block_rms(64)"):
+        run = Run(kernel, x, w, NormEpilogue(norm_named(norm)))
+        if isinstance(run.answer, Rejected):
+            continue
+        out = run.values()
+        assert out[1:3].isnan().all() and out[6:].isfinite().all(), norm
+        rounds = name == "torch.norm_unfused" or ("+" in name and "norm_quantize" in name)
+        assert out[3].isnan().all() if rounds else out[3].isfinite().all(), norm
+        kept = torch.tensor([i for i in range(40) if i != 3 or not rounds])
+        exact, size = ops.normalized(*run.sums, run.epilogue)
+        size = size + normed_rounding(run)
+        found = norm_kernel_error(out[kept].half(), exact[kept], size[kept], HALF.unit_roundoff)
+        assert found.maximum <= kernel.bound_at(run.problem), norm
+
+
+def normed_rounding(run: Run) -> Tensor:
+    """What 2^-25 of a sum, its rounding to a subnormal, may be after the norm."""
+    sums = torch.full_like(run.sums[0], 2.0**-12)
+    return ops.normalized(run.sums[0], sums, run.epilogue)[1]
+
+
+@pytest.mark.parametrize(("name", "where"), NORMED_PRODUCTS)
+def test_crosses_overflow_to_infinity(name: str, where: str) -> None:
+    kernel = kernel_here(name, where)
+    if name == "torch.norm_unfused" or ("+" in name and "norm_quantize" in name):
+        pytest.skip("rounds sums before the cross")
+    m, n, k = 70, 264, 256
+    generator = torch.Generator().manual_seed(1)
+    x, w = (torch.randn(rows, k, generator=generator) for rows in (m, n))
+    x *= torch.logspace(0, 4, m).unsqueeze(1)
+    x0, term = (torch.randn(m, 2 * n, generator=generator)[:, :n] for _ in range(2))
+    x0, term = (y.to(where, HALF.dtype) for y in (x0, term))
+    run = Run(kernel, x.half().to(where), w.half().to(where), NormEpilogue(x0=x0, x=term))
+    if run.check():
+        assert 0 < int(run.out.isinf().sum()) < run.out.numel() / 2 and not run.out.isnan().any()
+    else:
+        assert name in RECTIFYING or "block" in name
+
+
+def test_gemm_norm_takes_float16() -> None:
+    x, w = torch.randn(40, 96).half(), torch.randn(64, 96).half()
+    weight, residual = torch.rand(64).half() + 0.5, torch.randn(40, 64).half()
+    for options in ({"norm": "none", "activation": "relu"}, {"norm": "layer", "residual": residual},
+                    {"norm": "rms", "norm_weight": weight}, {"norm": "block_rms(8)"}):  # fmt: skip
+        made = lokakern.gemm_norm(x, w.t(), **options)
+        traced = torch.compile(lokakern.gemm_norm, backend="aot_eager")(x, w.t(), **options)
+        assert made.dtype is HALF.dtype and torch.equal(made, traced)
+        exact = ops.normalized_product(x, w.t(), run_epilogue(options))
+        assert (made.double() - exact).norm() < 2e-3 * exact.norm()
+        q, p = lokakern.quantize(x), lokakern.quantize(w).t()
+        wide = lokakern.gemm_norm(q, p, out_format="float16", **options)
+        assert wide.dtype is HALF.dtype and (wide.double() - exact).norm() < 0.06 * exact.norm()
+        out = poisoned((40, 64), HALF.dtype, "cpu")
+        lokakern.gemm_norm(x, w.t(), out=out, **options)
+        assert torch.equal(out, made)
+        made = lokakern.gemm_norm(x, w.t(), out_granularity="row", **options)
+        found = lokakern.dequantize(made, "float16").double()
+        assert 0 < (found - exact).norm() < 0.06 * exact.norm()
+    prepared = lokakern.prepare_weight(w, 0.06, (1, 64))
+    assert lokakern.gemm_norm(x, prepared, norm="rms").dtype is HALF.dtype
+
+
+def run_epilogue(options: dict[str, Any]) -> NormEpilogue:
+    given = {k: v for k, v in options.items() if k != "norm"}
+    return NormEpilogue(norm_named(options["norm"]), **given)
+
+
+def test_gemm_norm_has_gradients_in_float16() -> None:
+    given = [torch.randn(40, 96), torch.randn(64, 96), torch.rand(64) + 0.5]
+    x, w, weight = (y.half().requires_grad_() for y in given)
+    exact = [y.detach().double().requires_grad_() for y in (x, w, weight)]
+    grad = torch.randn(40, 64).half()
+    call = torch.compile(lokakern.gemm_norm, backend="aot_eager")
+    for function in (lokakern.gemm_norm, call):
+        y = function(x, w.t(), norm="layer", norm_weight=weight)
+        found = torch.autograd.grad(y, (x, w, weight), grad)
+        wide = torch.nn.functional.layer_norm(exact[0] @ exact[1].t(), (64,), exact[2])
+        for one, other in zip(found, torch.autograd.grad(wide, exact, grad.double()), strict=True):
+            assert one.dtype is HALF.dtype and (one.double() - other).norm() < 1e-3 * other.norm()
+
+
 # --- programs
 
 
@@ -402,7 +622,7 @@ def test_launches_are_those_of_bfloat16_with_other_sources() -> None:
     """Equal macros, of compositions too."""
     found: set[str] = set()
     every = SUITES["float16"].cases(H200)
-    for case in (*every[::6], *(x for x in every if x.problem.op == "norm_quantize")):
+    for case in (*every[::6], *(x for x in every if x.problem.op in ops.EPILOGUE_OPS)):
         for kernel in KERNELS.values():
             if kernel.language != "cuda" or isinstance(
                 kernel.supports(case.problem, H200), Rejected
@@ -416,11 +636,15 @@ def test_launches_are_those_of_bfloat16_with_other_sources() -> None:
             for job in plain:
                 assert isinstance(job, Program)
                 source = Path(job.source)
-                name = half.SOURCES.get(source.name, source.name)
+                macros = dict(job.macros)
+                of_fp8 = job.entry == "gemm_norm" and not macros["BF16"] and macros["OUT"] == 1
+                # A product of FP8 that writes FP8, with vectors in float32, has no float16.
+                name = source.name if of_fp8 else half.SOURCES.get(source.name, source.name)
                 expected.append(replace(job, source=str(source.with_name(name))))
             assert made == expected, f"{kernel} {case.problem}"
             found |= {Path(job.source).name for job in expected}
-    assert found - {"quantize_scales.cu"} == set(half.SOURCES.values()) - {
+    of_float32 = {"quantize_scales.cu", "quantize_sums.cu", "gemm_norm.cu"}
+    assert found - of_float32 == set(half.SOURCES.values()) - {
         "half_scaled_gemm_unaligned.cu", "half_quantize_tiles_together.cu",
     }  # fmt: skip
 
@@ -440,14 +664,9 @@ def test_one_step_of_the_division_rounds_all_quotients_correctly() -> None:
 
 
 def test_what_is_written_for_bfloat16_says_so() -> None:
-    """Products with norms, gradients, and sums that are never promoted."""
-    wide = Operand(HALF)
-    for op, shape in (("gemm_norm", (512, 256, 256)), ("norm_backward", (512, 256))):
-        problem = make_problem(op, shape, a=wide, epilogue="rms")
-        for name, kernel in KERNELS.items():
-            if kernel.op == op:
-                assert isinstance(kernel.supports(problem, H200), Rejected), name
-    fast = KERNELS["triton.scaled_gemm_row_fast"]
-    fields = {"a": Operand(Format.E4M3FN, Granularity.ROW), "out_format": HALF}
-    answer = fast.supports(make_problem("scaled_gemm", (64, 64, 64), **fields), H200)
-    assert answer == Rejected("takes no float16")
+    """Sums that are never promoted."""
+    fp8 = Operand(Format.E4M3FN, Granularity.ROW)
+    for op, name in (("scaled_gemm", "triton.scaled_gemm_row_fast"),
+                     ("gemm_norm", "cuda.gemm_norm_row_fast")):  # fmt: skip
+        problem = make_problem(op, (64, 64, 512), a=fp8, out_format=HALF)
+        assert KERNELS[name].supports(problem, H200) == Rejected("takes no float16")

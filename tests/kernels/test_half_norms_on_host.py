@@ -1,4 +1,4 @@
-"""Norms of rows in float16 are right, compiled for the CPU as in test_cuda_on_host.py."""
+"""Norms of rows in float16, and their gradients, are right, compiled for the CPU."""
 
 from __future__ import annotations
 
@@ -14,12 +14,22 @@ import pytest
 import torch
 
 from lokakern import jit, numerics
-from lokakern.kernels.cuda import activate_quantize, half, norm_quantize
+from lokakern.kernels.cuda import (
+    activate_quantize,
+    half,
+    norm_backward,
+    norm_quantize,
+    quantize_sums,
+)
 from lokakern.norm import norm_named
 from lokakern.registry.register import KERNELS, load_kernels
 from lokakern.types import Format, Granularity, NormEpilogue, Rejected
 from tests.kernels.test_float16 import FORMS, H200, WIDTHS, hostile, normed
+from tests.kernels.test_norm_backward_on_host import CALL
+from tests.kernels.test_norm_backward_on_host import HEADER as BACKWARD_HEADER
 from tests.support import cuda_host_launch as host
+from tests.support import norm_backward_runs
+from tests.support.norm_backward_runs import VARIANTS, Variant
 from tests.support.norm_runs import Run
 
 load_kernels()
@@ -149,3 +159,71 @@ def test_rows_that_are_not_finite_are_nan_alone(kernels: dict[str, Any]) -> None
         assert torch.equal(found.out.data.float().isnan(), missing)
         assert missing[x.isnan().any(1)].all() and missing[x.isinf()].all()
         assert not missing[x.isfinite().all(1)].any()
+
+
+# ---- gradients ----
+
+
+@pytest.fixture(scope="module")
+def backward_folder() -> Path:
+    kernels = Path(norm_backward.SOURCE).parent
+    own = [kernels / name for name in
+           ("norm_backward.cu", "half_norm_backward.cu", "folds.cuh")]  # fmt: skip
+    copies = {path.name: path for path in (*kernels.glob("quantize*.cu*"), *own)}
+    headers = dict.fromkeys(("norm.cuh", "norm_backward_ptx.cuh"), BACKWARD_HEADER)
+    headers |= {"ptx.cuh": host.HEADER, "half_ptx.cuh": host.HALF_HEADER}
+    return host.sources("half_norm_backward", copies | headers)
+
+
+@pytest.fixture
+def backward(backward_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The kernel with its launcher, which launches on the CPU."""
+    monkeypatch.setitem(host.CALLS, "norm_backward", CALL)
+    monkeypatch.setitem(host.C_TYPES, "f", ctypes.c_float)
+    launch = functools.partial(host.HostLaunch, backward_folder)
+    for module in (norm_backward, quantize_sums):
+        monkeypatch.setattr(module, "CudaLaunch", launch)
+    monkeypatch.setattr(quantize_sums, "bind", functools.cache(quantize_sums.bind.__wrapped__))
+    plain = norm_backward.bind.__wrapped__
+    bind = functools.cache(lambda signature: half._bound_in_half(plain(signature)))
+    code = norm_backward.norm_backward.__code__
+    in_half = FunctionType(code, {**vars(norm_backward), "bind": bind})
+    return replace(KERNELS["cuda.norm_backward"], launch=in_half)
+
+
+def gradients(kernel: Any, variant: Variant, m: int, k: int, **given: Any) -> Any:
+    found = norm_backward_runs.Run(
+        kernel, variant, m, k, "cpu", on_host=True, half=Format.FLOAT16, **given
+    )
+    assert found.check()
+    return found
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.sample(every=4)
+def test_gradients_of_every_norm_activation_and_output(backward: Any, variant: Variant) -> None:
+    gradients(backward, variant, 140, 512)
+
+
+@pytest.mark.parametrize(("m", "k", "norm"), [
+    (1, 8, "layer"), (130, 72, "rms"), (259, 200, "block_rms(8)"), (130, 520, "none"),
+    (5, 1032, "layer"), (5, 2056, "layer"), (5, 8192, "rms"),
+])  # fmt: skip
+def test_gradients_at_tails_and_of_long_rows(backward: Any, m: int, k: int, norm: str) -> None:
+    for out in (Format.E5M2, None):
+        gradients(backward, Variant(norm, "silu", out=out), m, k)
+
+
+@pytest.mark.parametrize("norm", ["layer", "block_rms(64)", "rms"])
+def test_gradients_of_hostile_rows(backward: Any, norm: str) -> None:
+    """Large, subnormal and zero rows are right; rows with NaN are NaN, and no others."""
+    y, dd = (torch.randn(140, 256, generator=torch.Generator().manual_seed(i)) for i in (2, 1))
+    y[1], dd[2] = 0.0, 0.0
+    y[3] += 64.0
+    y[4], y[5], dd[6], dd[7] = y[4] * 1e4, y[5] * 1e-6, dd[6] * 1e-6, dd[7] * 1e4
+    y, dd = y.half(), dd.half()
+    gradients(backward, Variant(norm, "hardswish"), 140, 256, y=y, dd=dd)
+    y[8, 9], dd[9, 3] = torch.nan, torch.inf
+    found = gradients(backward, Variant(norm, "hardswish", ()), 140, 256, y=y, dd=dd)
+    wrong = (~found.outputs.dy.isfinite()).any(dim=1)
+    assert wrong[[8, 9]].all() and int(wrong.sum()) == 2

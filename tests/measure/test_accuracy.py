@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -131,6 +132,40 @@ def test_outputs_that_overflow_float16_are_no_fault_of_a_kernel() -> None:
     assert found.errors.row_err < expected.errors.row_err  # 2^-11 of each output, not 2^-8
     wrong = replace(kernel, launch=lambda a, b, out, *_: out.fill_(math.inf))
     assert measured(wrong, half, "X13").status == "wrong"
+
+
+def test_sums_that_overflow_float16_before_a_norm_are_no_fault_of_a_kernel() -> None:
+    """Of one that rounds them; one that keeps them in float32 is right."""
+    half = make_problem("gemm_norm", (2048, 64, 1024), a=Operand(Format.FLOAT16), epilogue="layer",
+                        out_format=Format.FLOAT16)  # fmt: skip
+    rounds = KERNELS["torch.bf16+torch.norm_quantize"]
+    overflows = measured(rounds, half, "X13(c=5000)")
+    assert overflows.status == "error"
+    assert "overflow float16, up to 65504, or the sums of their rows" in overflows.reason
+    kept = measured(KERNELS["torch.quantize_row+torch.norm_emulated_row"], half, "X13(c=5000)")
+    assert kept.status == "ok"
+    assert measured(rounds, half, "X1").status == "ok"
+    wrong = replace(rounds, launch=lambda a, b, out, *_: out.fill_(math.inf))
+    assert measured(wrong, half, "X1").status == "wrong"
+
+    def wrong_elsewhere(*given: Any) -> None:
+        rounds.launch(*given)
+        given[2].nan_to_num_(nan=math.nan).mul_(2.0)
+
+    assert measured(replace(rounds, launch=wrong_elsewhere), half, "X1").status == "wrong"
+
+
+@pytest.mark.parametrize("form", [Format.FLOAT16, E4M3])
+def test_norms_and_their_gradients_are_measured_in_float16(form: Format) -> None:
+    fields = {"a": Operand(Format.FLOAT16), "epilogue": "bias+layer+affine+silu"}
+    for op, shape, name in (
+        ("gemm_norm", (64, 64, 128), "torch.norm_unfused"),
+        ("norm_backward", (64, 128), "torch.norm_backward"),
+    ):
+        problem = make_problem(op, shape, out_format=form, **fields)
+        found = measured(KERNELS[name], problem, "X1")
+        assert found.status == "ok", found.reason
+        assert found.errors is not None and found.errors.row_err < (0.06 if form is E4M3 else 2e-3)
 
 
 def test_quantized_operands_of_float16_outputs_are_made_from_float16() -> None:

@@ -1,16 +1,40 @@
-"""Programs for norms of rows in float16, each beside that for bfloat16."""
+"""Programs with norms in float16, each beside that for bfloat16."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
-from lokakern.kernels.cuda import activate_quantize, half, norm_quantize
+from lokakern.kernels.cuda import (
+    activate_quantize,
+    gemm_cross,
+    gemm_norm,
+    half,
+    norm_backward,
+    norm_quantize,
+    norm_tiles,
+)
 from lokakern.kernels.cuda.norm_quantize import Signature
+from lokakern.kernels.cuda.norm_tiles import NormKind
+from lokakern.kernels.cuda.tiles import Kind
 from lokakern.nvrtc import Program
 from lokakern.registry.register import load_kernels
-from tests.support.norm_programs import ACTIVATED, E4M3, SIGNATURES
+from tests.support.norm_programs import ACTIVATED, ANY_SIZE, BACKWARD, E4M3, KINDS, SIGNATURES, SMS
 
 load_kernels()  # with what binds them for float16
+# Of gemm_norm: tiles of 64 to 256 columns, one and two warpgroups, tails, rows of several blocks.
+KINDS_IN_HALF = {
+    "layer": ((32768, 256, 256), (8192, 1024, 1024), (4096, 720, 512), (256, 40, 96)),
+    "layer bf16": ((2048, 128, 128), (8192, 256, 256), (8192, 1024, 1024), (256, 8, 40),
+                   (4096, 4096, 512)),
+    "layer block to groups": ((8192, 512, 512),),
+    "block_rms narrow": ((8192, 512, 512),),
+    "gate": ((8192, 512, 512),),
+    "cross": ((8192, 512, 512),),
+}  # fmt: skip
+CROSSED = ((72, 64, 4), (3456, 256, 2), (1680, 1680, 2))
+BACKWARD_COLUMNS = (72, 2048, 8192)
 
 
 def programs() -> dict[str, tuple[Program, Program]]:
@@ -29,6 +53,45 @@ def programs() -> dict[str, tuple[Program, Program]]:
                 launch = norm_quantize.bind(Signature(columns, *fields)).launch  # type: ignore[arg-type]
                 both = launch.program, half._in_half(launch).program
                 found[f"norm_quantize {columns} {words}"] = both
+    return found | products() | backward()
+
+
+def both_of(programs: Iterable[Program]) -> tuple[Program, Program]:
+    plain, halved = programs
+    return plain, halved
+
+
+def products() -> dict[str, tuple[Program, Program]]:
+    """Of products with norms and crosses."""
+    found = {}
+    for words, sizes in KINDS_IN_HALF.items():
+        kind = (KINDS | ANY_SIZE)[words]
+        for m, n, k in sizes:
+            tile = norm_tiles.tile_for(m, n, k, kind, SMS)
+            assert tile is not None, (m, n, k, words)
+            kinds: tuple[NormKind, NormKind] = kind, half.HalfNormKind(*kind)
+            found[f"gemm_norm {m}x{n}x{k} {words}"] = both_of(
+                gemm_norm.bind(n, k, tile, x).program for x in kinds
+            )
+    for n, k, bias_bytes in CROSSED:
+        plain = Kind("row", bias_bytes=bias_bytes)
+        crossed: tuple[Kind, Kind] = plain, half.HalfKind(*plain)
+        found[f"gemm_cross {n}x{k}"] = both_of(
+            gemm_cross.bind(n, k, gemm_cross.tile_for(n, k, x), x).program for x in crossed
+        )
+    return found
+
+
+def backward() -> dict[str, tuple[Program, Program]]:
+    """Of gradients of norms."""
+    found = {}
+    for words, rest in BACKWARD.items():
+        for columns in BACKWARD_COLUMNS:
+            if rest[1] and columns % rest[1]:
+                continue
+            launch = norm_backward.bind(norm_backward.Signature(columns, *rest)).launch
+            pair = launch.program, half._in_half(launch).program
+            found[f"norm_backward {columns} {words}"] = pair
     return found
 
 

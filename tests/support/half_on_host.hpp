@@ -8,3 +8,16 @@ static float from_half(unsigned bits) {
     else if (exponent) size = std::ldexp(1024.0f + fraction, exponent - 25);
     return bits & 0x8000 ? -size : size;
 }
+
+static unsigned to_half(float value) {
+    const float size = std::fabs(value);
+    const unsigned sign = __float_as_uint(value) >> 16 & 0x8000;
+    if (std::isnan(value)) return 0x7fff;
+    if (size >= 65520.0f) return sign | 0x7c00;
+    const int exponent = size == 0.0f ? -14 : max(std::ilogb(size), -14);
+    return sign | ((exponent + 14) << 10) + unsigned(std::nearbyint(std::ldexp(size, 10 - exponent)));
+}
+
+static unsigned half_pair(float first, float second) {
+    return to_half(first) | to_half(second) << 16;
+}

@@ -26,7 +26,7 @@ TAILS = (
 )  # fmt: skip
 OUTS = ((Format.BFLOAT16, NONE), (Format.E4M3FN, ROW), (Format.E4M3FN, TENSOR),
         (Format.E4M3FN, GROUP), (Format.E4M3FNUZ, ROW), (Format.E5M2, GROUP))  # fmt: skip
-PADDING = 9  # of bfloat16 outputs
+PADDING = 9  # of unquantized outputs
 LAYER, RMS = Norm("layer"), Norm("rms", eps=1e-6)
 # m, n, k and the norm: one row, tails on every axis, one to four parts of a row.
 ROWS = (
@@ -80,10 +80,10 @@ def vectors(
 def poisoned(
     rows: int, columns: int, form: Format, granularity: Granularity, epilogue: NormEpilogue
 ) -> Tensor | QuantizedTensor:
-    """An output where every element that a kernel leaves out shows; bfloat16 rows are padded."""
+    """An output where every element that a kernel leaves out shows; unquantized rows are padded."""
     cpu = torch.device("cpu")
     if granularity is NONE:
-        return torch.full((rows, columns + PADDING), 77.0, dtype=torch.bfloat16)[:, :columns]
+        return torch.full((rows, columns + PADDING), 77.0, dtype=form.dtype)[:, :columns]
     data = empty_data(rows, columns, form.dtype, cpu)
     data.view(torch.uint8).fill_(form.nan_byte)
     scale = granularity.empty_scale(rows, columns, cpu).fill_(float("nan"))
@@ -140,7 +140,8 @@ def norms_of(kernel: Kernel) -> Iterator[tuple[int, int, int, Norm]]:
 def check_gemm_norm(kernel: Kernel) -> Iterator[str]:
     tails = itertools.cycle(TAILS)
     for index, (m, n, k, norm) in enumerate(norms_of(kernel)):
-        outs = (OUTS[1 + index % 5], OUTS[1 + (index + 2) % 5], OUTS[0])
+        half = Format.FLOAT16 if index % 3 == 1 else Format.BFLOAT16
+        outs = (OUTS[1 + index % 5], OUTS[1 + (index + 2) % 5], (half, NONE))
         for form, granularity in outs[:1] if m > 256 else outs:  # many rows are slow here
             span = norm.span(n)
             if norm.kind == "block_rms" and (
@@ -158,17 +159,20 @@ def check_gemm_norm(kernel: Kernel) -> Iterator[str]:
             if spoiled is not None:
                 x[spoiled, k // 3] = float("nan")
             words = next(tails)
-            epilogue = NormEpilogue(norm, **vectors(words, m, n, generator))
+            epilogue = NormEpilogue(norm, **vectors(words, m, n, generator, half.dtype))
             fp8 = Format.E4M3FNUZ if form is Format.E4M3FNUZ else Format.E4M3FN
-            a: Tensor | QuantizedTensor = x.bfloat16()
-            b: Tensor | QuantizedTensor = w.bfloat16().t()
+            a: Tensor | QuantizedTensor = x.to(half.dtype)
+            b: Tensor | QuantizedTensor = w.to(half.dtype).t()
             if kernel.granularity is not NONE:
                 a = numerics.quantize(x, fp8, kernel.granularity)
                 b = numerics.quantize(w, fp8, kernel.b_granularity).t()
             out = poisoned(m, n, form, granularity, epilogue)
             kernel.launch(a, b, out, epilogue, ())
             exact, magnitude = ops.normalized(*ops.norm_sums(a, b), epilogue)
-            case = f"m={m} n={n} k={k} {norm} {'+'.join(words)} -> {form.value}/{granularity.value}"
+            case = (
+                f"m={m} n={n} k={k} {half} {norm} {'+'.join(words)} -> "
+                f"{form.value}/{granularity.value}"
+            )
             yield from compare(case, out, exact, magnitude, spoiled)
 
 

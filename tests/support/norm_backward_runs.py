@@ -13,6 +13,7 @@ from lokakern.measure.norm_errors import norm_kernel_error
 from lokakern.norm import norm_named
 from lokakern.numerics import kernel_error
 from lokakern.problems import make_problem
+from lokakern.registry.float16 import as_bfloat16
 from lokakern.registry.norm_gradients import norm_gradients
 from lokakern.registry.register import Kernel
 from lokakern.selection.arguments import device_of
@@ -20,6 +21,7 @@ from lokakern.types import (
     Format,
     Granularity,
     NormEpilogue,
+    Operand,
     Problem,
     QuantizedTensor,
     Rejected,
@@ -54,19 +56,26 @@ VARIANTS = [
 ]
 
 
-def epilogue_of(variant: Variant, m: int, k: int, where: str) -> NormEpilogue:
-    dtype = torch.float32 if variant.wide else torch.bfloat16
+def epilogue_of(
+    variant: Variant, m: int, k: int, where: str, half: Format = Format.BFLOAT16
+) -> NormEpilogue:
+    dtype = torch.float32 if variant.wide else half.dtype
     vectors = {
         name: drawn(k, where=where, seed=20 + i, dtype=dtype)
         for i, name in enumerate(variant.vectors)
     }
-    residual = drawn(m, k, where=where, seed=30) if variant.plain and variant.out else None
+    residual = None
+    if variant.plain and variant.out:
+        residual = drawn(m, k, where=where, seed=30, dtype=half.dtype)
     return NormEpilogue(
         norm_named(variant.norm), activation=variant.last, residual=residual, **vectors
     )
 
 
-def poisoned(variant: Variant, epilogue: NormEpilogue, m: int, k: int, where: str) -> NormGradients:
+def poisoned(
+    variant: Variant, epilogue: NormEpilogue, m: int, k: int, where: str,
+    half: Format = Format.BFLOAT16,
+) -> NormGradients:  # fmt: skip
     device = torch.device(where)
 
     def quantized(rows: int, columns: int) -> QuantizedTensor | None:
@@ -77,19 +86,19 @@ def poisoned(variant: Variant, epilogue: NormEpilogue, m: int, k: int, where: st
         scale = variant.granularity.empty_scale(rows, columns, device).fill_(math.nan)
         return QuantizedTensor(data, scale, variant.granularity)
 
-    dy = (
-        torch.full((m, k), math.nan, dtype=torch.bfloat16, device=device) if variant.plain else None
-    )
+    dy = torch.full((m, k), math.nan, dtype=half.dtype, device=device) if variant.plain else None
     count = sum(x is not None for x in (epilogue.bias, epilogue.norm_weight, epilogue.norm_bias))
     sums = torch.full((count, k), math.nan, device=device) if count else None
     return NormGradients(dy, quantized(m, k), quantized(k, m), sums)
 
 
-def problem_of(variant: Variant, epilogue: NormEpilogue, m: int, k: int) -> Problem:
-    form = Format.BFLOAT16 if variant.out is None else variant.out
+def problem_of(
+    variant: Variant, epilogue: NormEpilogue, m: int, k: int, half: Format = Format.BFLOAT16
+) -> Problem:
+    form = half if variant.out is None else variant.out
     granularity = Granularity.NONE if variant.out is None else variant.granularity
     return make_problem(
-        "norm_backward", (m, k), epilogue=epilogue.name(), out_format=form,
+        "norm_backward", (m, k), a=Operand(half), epilogue=epilogue.name(), out_format=form,
         out_granularity=granularity,
     )  # fmt: skip
 
@@ -100,15 +109,18 @@ class Run:
     def __init__(
         self, kernel: Kernel, variant: Variant, m: int, k: int, where: str,
         dd: Tensor | None = None, y: Tensor | None = None, on_host: bool = False,
+        half: Format = Format.BFLOAT16,
     ) -> None:  # fmt: skip
         self.kernel, self.variant = kernel, variant
-        self.dd = drawn(m, k, where=where, seed=1) if dd is None else dd
-        self.y = drawn(m, k, where=where, seed=2) if y is None else y
-        self.epilogue = epilogue_of(variant, m, k, where)
-        self.problem = problem_of(variant, self.epilogue, m, k)
+        self.dd = drawn(m, k, where=where, seed=1, dtype=half.dtype) if dd is None else dd
+        self.y = drawn(m, k, where=where, seed=2, dtype=half.dtype) if y is None else y
+        self.half = half
+        self.epilogue = epilogue_of(variant, m, k, where, half)
+        self.problem = problem_of(variant, self.epilogue, m, k, half)
         answers = kernel.supports_problem if on_host else kernel.supports
-        self.answer = answers(self.problem, device_of(self.y))
-        self.outputs = poisoned(variant, self.epilogue, m, k, where)
+        asked = as_bfloat16(self.problem) if on_host else self.problem
+        self.answer = answers(asked, device_of(self.y))
+        self.outputs = poisoned(variant, self.epilogue, m, k, where, half)
         if not isinstance(self.answer, Rejected):
             self.launch()
 
@@ -120,7 +132,7 @@ class Run:
         exact = norm_gradients(self.dd, self.y, self.epilogue)
         out, found = self.outputs, {}
         if out.dy is not None:
-            roundoff = Format.BFLOAT16.unit_roundoff
+            roundoff = self.half.unit_roundoff
             found["dy"] = kernel_error(out.dy, exact.dy, exact.size, roundoff).maximum
         for name, made, value, size in (
             ("quantized", out.quantized, exact.dy, exact.size),

@@ -72,7 +72,7 @@ class Run:
     ) -> None:  # fmt: skip
         device = device_of(x)
         fp8 = fp8_format(device)
-        form = fp8 if granularity is not Granularity.NONE else Format.BFLOAT16
+        form = fp8 if granularity is not Granularity.NONE else Format.of(x.dtype)
         where, kind = x.device.type, (form, granularity)
         n = x.shape[1] if w is None else len(w)
         bounded = epilogue.norm.kind != "none" and epilogue.form.last not in ("gate", "cross")
