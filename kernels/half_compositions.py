@@ -26,7 +26,7 @@ def _with_half(first: Kernel, second: Kernel, plain: Workspace) -> Workspace:
     in_half = _workspace_in_half(first, second)
 
     def workspace(a: Any, b: Any, out: Any, epilogue: Any) -> tuple[Any, ...]:
-        return (in_half if has_half(a, out) else plain)(a, b, out, epilogue)
+        return (in_half if has_half(a, out, epilogue) else plain)(a, b, out, epilogue)
 
     return workspace
 

@@ -68,6 +68,14 @@ def refusal(kernel: str, parts: Sequence[str], problem: Problem) -> str | None:
     """
     if Format.BFLOAT16 in _formats(problem):
         return "operands and outputs are float16 and bfloat16; expected one of them"
+    return why_not(kernel, parts)
+
+
+def why_not(kernel: str, parts: Sequence[str]) -> str | None:
+    """Why a kernel takes no float16 at all, or None.
+
+    Of what it reads beside products that are FP8, and that it writes as FP8, no problem tells.
+    """
     for name in parts or (kernel,):
         if not _takes(name):
             return "takes no float16" if name == kernel else f"{name}: takes no float16"

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from lokakern.chain.search import LayerOption
 from lokakern.problems import baseline_name, make_problem
+from lokakern.registry import float16
 from lokakern.registry.register import KERNELS, fp8_format, kernels_for
 from lokakern.selection import dispatcher, remedies
 from lokakern.selection.candidates import Time
@@ -29,6 +30,7 @@ from lokakern.types import (
     Layout,
     Operand,
     Problem,
+    alignment_of,
     norm_form,
 )
 
@@ -76,6 +78,7 @@ class Chain:
         writes: Granularity of the last layer's output; NONE for bfloat16.
         prepared: Whether weights are prepared; else they and the tensors between layers are
             bfloat16.
+        half: What is said to be bfloat16 here: bfloat16, or float16.
     """
 
     layers: tuple[Layer, ...]
@@ -86,6 +89,7 @@ class Chain:
     reads: Granularity = NONE
     writes: Granularity = NONE
     prepared: bool = True
+    half: Format = Format.BFLOAT16
 
     @property
     def fp8(self) -> Format:
@@ -96,13 +100,17 @@ class Chain:
     ) -> Problem:
         """The problem of a layer with these granularities."""
         n, k, epilogue = self.layers[place]
-        a = None if takes is NONE else Operand(self.fp8, takes)
+        a = self.operand(k) if takes is NONE else Operand(self.fp8, takes)
         b = None if weight is NONE else Operand(self.fp8, weight, Layout.COLUMN)
-        out = Format.BFLOAT16 if writes is NONE else self.fp8
+        out = self.half if writes is NONE else self.fp8
         return make_problem(
             "gemm_norm", (self.m, n, k), a=a, b=b, prepared=takes is NONE and weight is not NONE,
             epilogue=epilogue, out_format=out, out_granularity=writes,
         )  # fmt: skip
+
+    def operand(self, columns: int) -> Operand:
+        """An unquantized operand with rows of so many columns."""
+        return Operand(self.half, alignment=alignment_of(columns * self.half.dtype.itemsize))
 
     def is_last(self, place: int) -> bool:
         return place == len(self.layers) - 1
@@ -273,7 +281,9 @@ def _readings(
         return
     if place > 0 and takes is not TENSOR:
         yield Form(TENSOR, takes), ()
-    problem = make_problem("quantize", (chain.m, k), out_format=chain.fp8, out_granularity=takes)
+    problem = make_problem(
+        "quantize", (chain.m, k), a=chain.operand(k), out_format=chain.fp8, out_granularity=takes
+    )
     for step in _conversion(chain, place, problem):
         yield Form(NONE, NONE), (step,)
 
@@ -308,6 +318,10 @@ def _measured(
             continue  # it reads the unquantized weight
         kernel = candidate.kernel  # None for kernels of other machines, which have times
         if kernel is not None and kernel.refusal(problem, chain.device) is not None:
+            continue
+        if chain.half is Format.FLOAT16 and (
+            kernel is None or float16.why_not(kernel.name, kernel.parts) is not None
+        ):
             continue
         row_err = candidate.errors.get("row_err")
         yield Step(place, problem, candidate.name, *found, row_err)

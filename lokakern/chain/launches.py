@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lokakern import numerics
 from lokakern.device import current_device
+from lokakern.registry.float16 import has_half
 from lokakern.registry.register import KERNELS, Kernel, fp8_format, kernel_named
 from lokakern.types import Granularity, NormEpilogue, QuantizedTensor, empty_data
 
@@ -26,10 +27,11 @@ def empty_matrix(
     scale: Tensor | None,
     fp8: torch.dtype,
     device: torch.device,
+    half: torch.dtype = torch.bfloat16,
 ) -> Matrix:
-    """An output of a step: bfloat16, or FP8 with new scales or the given static one."""
+    """An output of a step: in ``half``, or FP8 with new scales or the given static one."""
     if scales is _NONE:
-        return torch.empty((rows, columns), dtype=torch.bfloat16, device=device)
+        return torch.empty((rows, columns), dtype=half, device=device)
     data = empty_data(rows, columns, fp8, device)
     if scale is None:
         scale = scales.empty_scale(rows, columns, device)
@@ -91,17 +93,18 @@ def _emulate(
     """A kernel of op gemm_norm: a float32 product, then what `torch.norm_quantize` does.
 
     A composition that starts with a quantizer reads a quantized. One of a GEMM and a norm adds a
-    bfloat16 bias to the sums and rounds them to bfloat16.
+    bfloat16 bias to the sums and rounds them to bfloat16; float16 alike.
     """
+    half = torch.float16 if has_half(a, out, epilogue) else torch.bfloat16
     if kernel.granularity is not _NONE and isinstance(a, Tensor):
         form = fp8_format(current_device(a.device.type, a.device.index or 0))
         a = numerics.quantize(a, form, kernel.granularity)
     sums = _wide(a) @ _wide(b)
     if kernel.accumulation.endswith("rounded"):
         bias = epilogue.bias
-        if bias is not None and bias.dtype is torch.bfloat16:
+        if bias is not None and bias.dtype is half:
             sums, epilogue = sums + bias, epilogue._replace(bias=None)
-        sums = sums.bfloat16()
+        sums = sums.to(half)
     KERNELS["torch.norm_quantize"].launch(sums, out, epilogue, ())
 
 

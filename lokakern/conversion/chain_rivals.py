@@ -19,6 +19,7 @@ from lokakern.selection.weight_forms import FORMS
 from lokakern.types import (
     COMPILER_PADS,
     Device,
+    Format,
     Granularity,
     Operand,
     Problem,
@@ -59,6 +60,7 @@ class ChainJudge:
         m_range: Smallest and largest m to choose for; None: all measured m.
         admits_static: Whether the budget admits static scales.
         weights: Granularities of quantized weights.
+        half: Format in which layers multiply unquantized, and of a chain's input and output.
     """
 
     limit: float
@@ -68,10 +70,15 @@ class ChainJudge:
     m_range: MRange | None = None
     admits_static: bool = True
     weights: tuple[Granularity, ...] = FORMS
+    half: Format = Format.BFLOAT16
 
     def chain(self, layers: tuple[Layer, ...], m: int) -> Chain:
-        """A request for a chain of bfloat16 input and output."""
-        return Chain(layers, m, self.device, self.distributions, self.regime)
+        """A request for a chain of unquantized input and output."""
+        return Chain(layers, m, self.device, self.distributions, self.regime, half=self.half)
+
+    def product(self, layer: Layer) -> Problem:
+        """The product of a layer alone."""
+        return problem_of("output", 16, layer.n, layer.k, half=self.half)
 
 
 class Rivals:
@@ -104,12 +111,12 @@ class Rivals:
         return self._known[key]
 
     def _crossed(self, x: SpanLayer, m: int) -> Iterator[tuple[float, float]]:
-        """The times of a cross after the product by its route, or in bfloat16.
+        """The times of a cross after the product by its route, or unquantized.
 
         A kernel for the cross moves bytes no faster than the fastest one that was ever timed.
         """
         least = 2 * x.tensors * m * x.layer.n * self._least_us_per_byte()
-        alone = self._table_of(problem_of("output", 16, x.layer.n, x.layer.k)).plain_at(m)
+        alone = self._table_of(self._judge.product(x.layer)).plain_at(m)
         products = [(alone.gpu_us, alone.margin_us)] if alone is not None else []
         products += self._routed(x, m, 0.0)
         return ((us + least, margin) for us, margin in products)
@@ -159,7 +166,7 @@ class Rivals:
         """What a norm adds to a product; 0 if unknown, as where a compiler pads unaligned rows."""
         if norm_form(layer.epilogue).norm.kind == "none":
             return 0.0
-        alone = problem_of("output", 16, layer.n, layer.k)
+        alone = self._judge.product(layer)
         if padded_problem(alone) is not None:
             return 0.0
         product = self._table_of(alone).plain_at(m)
@@ -172,7 +179,7 @@ class Rivals:
         problem = make_problem(
             "scaled_gemm", (16, layer.n, layer.k),
             a=Operand(fp8_format(self._judge.device), kernel.granularity),
-            epilogue="bias" if form.bias else "none",
+            epilogue="bias" if form.bias else "none", out_format=self._judge.half,
         )  # fmt: skip
         return next(_times(_named(self._table_of(problem), kernel.name), m), None)
 
@@ -180,8 +187,8 @@ class Rivals:
         """The time of the quantizer of a composition."""
         kernel = KERNELS[(KERNELS[name].parts or (name,))[0]]
         problem = make_problem(
-            "quantize", (16, layer.k), out_format=fp8_format(self._judge.device),
-            out_granularity=kernel.granularity,
+            "quantize", (16, layer.k), a=self._judge.chain((layer,), 16).operand(layer.k),
+            out_format=fp8_format(self._judge.device), out_granularity=kernel.granularity,
         )  # fmt: skip
         return next(_times(_named(self._table_of(problem), kernel.name), m), None)
 

@@ -22,6 +22,7 @@ from lokakern.chain.dispatch import INPUTS
 from lokakern.conversion.chain_rivals import ChainJudge, SpanLayer
 from lokakern.conversion.chains import PlannedChain, SpanPlan, plan_span, takes
 from lokakern.conversion.routes import Route
+from lokakern.nn.autocast import HALF
 from lokakern.nn.block_rms_norm import BlockRMSNorm
 from lokakern.nn.joined import ACTIVATIONS
 from lokakern.nn.linear import LINEARS, Linear
@@ -29,7 +30,7 @@ from lokakern.nn.linear_norm_act import LinearNormAct
 from lokakern.nn.static_handoff import BoundedSequential, is_affordable, passes_on
 from lokakern.norm import NO_NORM, Norm, norm_named
 from lokakern.selection import dispatcher
-from lokakern.types import Device, ErrorBudget, Granularity, NormForm
+from lokakern.types import Device, ErrorBudget, Format, Granularity, NormForm
 
 takes_once = functools.lru_cache(maxsize=4096)(takes)
 ChainSites = tuple[str, ...]  # names of the layers of a chain, which tell it
@@ -125,7 +126,11 @@ def spans_of(module: nn.Module, accepts: Callable[[Linear], bool]) -> list[list[
             spans.append([])
             place += 1
             continue
-        if spans[-1] and spans[-1][-1].layer.n != found.layer.k:
+        before = spans[-1][-1] if spans[-1] else found
+        if before is not found and (
+            before.layer.n != found.layer.k
+            or before.linear.weight.dtype != found.linear.weight.dtype
+        ):
             spans.append([])
         spans[-1].append(found)
         place = found.stop
@@ -149,12 +154,13 @@ def _layer_at(modules: list[nn.Module], place: int) -> FoundLayer | None:
     if not isinstance(linear, Linear) or not is_usable(linear):
         return None
     columns, stop, activation = linear.out_features, place + 1, "none"
+    dtype = linear.weight.dtype
     module: nn.Module | None = None
     norm = NO_NORM
     if isinstance(linear, LinearNormAct):
         activation = linear.activation
         if type(linear.norm) is not nn.Identity:
-            own = _norm_of(linear.norm, columns)
+            own = _norm_of(linear.norm, columns, dtype)
             if own is None:
                 return None
             module, norm = linear.norm, own
@@ -163,7 +169,7 @@ def _layer_at(modules: list[nn.Module], place: int) -> FoundLayer | None:
             (x, place + 1) for place, x in enumerate(modules)
             if place >= stop and not passes_on(x, in_call=False)
         ]  # fmt: skip
-        own = _norm_of(following[0][0], columns) if following else None
+        own = _norm_of(following[0][0], columns, dtype) if following else None
         if own is not None:
             (module, stop), norm = following.pop(0), own
         if following and type(following[0][0]) in ACTIVATIONS:
@@ -173,7 +179,7 @@ def _layer_at(modules: list[nn.Module], place: int) -> FoundLayer | None:
     return FoundLayer(linear, place, stop, Layer(columns, linear.in_features, str(form)), norm.eps)
 
 
-def _norm_of(module: nn.Module, columns: int) -> Norm | None:
+def _norm_of(module: nn.Module, columns: int, dtype: torch.dtype) -> Norm | None:
     """The norm of a module over rows of so many columns; None if a kernel has none like it."""
     if type(module) is BlockRMSNorm and module.columns == columns:
         return norm_named(module.norm_name, module.eps)
@@ -181,20 +187,21 @@ def _norm_of(module: nn.Module, columns: int) -> Norm | None:
         assert isinstance(module, nn.LayerNorm | nn.RMSNorm)
         # Without eps that of RMSNorm depends on the dtype of the input.
         is_of_rows = tuple(module.normalized_shape) == (columns,)
-        if is_of_rows and module.eps is not None and _are_bfloat16(module):
+        if is_of_rows and module.eps is not None and _are_in(dtype, module):
             return norm_named("layer" if type(module) is nn.LayerNorm else "rms", module.eps)
     return None
 
 
 def is_usable(linear: Linear) -> bool:
-    """Whether a layer multiplies by its whole weight, in bfloat16, and nothing else."""
+    """Whether a layer multiplies by its whole weight, bfloat16 or float16, and nothing else."""
     is_whole = linear.padding == (0, 0) and not linear.is_mixing
-    return type(linear) in (*LINEARS, LinearNormAct) and is_whole and _are_bfloat16(linear)
+    is_known = type(linear) in (*LINEARS, LinearNormAct) and linear.weight.dtype in HALF
+    return is_known and is_whole and _are_in(linear.weight.dtype, linear)
 
 
-def _are_bfloat16(module: nn.Module) -> bool:
-    """Whether all parameters of a module are usual ones in bfloat16, as kernels read them."""
-    return all(type(x) is nn.Parameter and x.dtype is torch.bfloat16 for x in module.parameters())
+def _are_in(dtype: torch.dtype, module: nn.Module) -> bool:
+    """Whether all parameters of a module are usual ones in a dtype, as kernels read them."""
+    return all(type(x) is nn.Parameter and x.dtype is dtype for x in module.parameters())
 
 
 def words_of(sites: Sequence[str]) -> str:
@@ -229,7 +236,7 @@ def chain_rows(span: Span, off: Collection[ChainSites]) -> list[dict[str, Any]]:
 
 def why_no_chains(
     budget: ErrorBudget | None, *, is_forced: bool, is_inference: bool, is_reported: bool,
-    is_checked: bool, is_between: bool, is_wanted: bool, in_float16: bool,
+    is_checked: bool, is_between: bool, is_wanted: bool,
 ) -> str:  # fmt: skip
     """Why a conversion as a whole has no chains, or ""."""
     if is_forced:
@@ -242,8 +249,6 @@ def why_no_chains(
         return "chains=False"
     if not is_between:
         return "between=False"
-    if in_float16:
-        return "kernels with a norm or an activation take no float16"
     if is_checked:
         return "check= compares products, and a chain has none of its own"
     if is_reported:
@@ -258,7 +263,7 @@ def why_no_chains(
 
 def chain_judge(
     budget: ErrorBudget, device: Device, distributions: tuple[str, ...] | None, regime: str,
-    m_range: tuple[int, int] | None, weights: tuple[Granularity, ...],
+    m_range: tuple[int, int] | None, weights: tuple[Granularity, ...], half: Format,
 ) -> ChainJudge:  # fmt: skip
     """The judge of a conversion within a budget of a row error, for weights of granularities.
 
@@ -267,7 +272,7 @@ def chain_judge(
     """
     return ChainJudge(
         budget.limits["row_err"], device, distributions or INPUTS, regime, m_range,
-        is_affordable(budget), weights,
+        is_affordable(budget), weights, half,
     )  # fmt: skip
 
 
@@ -284,7 +289,7 @@ def planned_spans(
         modules: Sequences and layers.
         names: Names of the layers that may be part of a chain, by id.
         routes: Routes of their outputs by name.
-        judge_of: The judge of layers on the device of a weight.
+        judge_of: The judge of layers on the device, and in the dtype, of a weight.
         scales_of: Static scale of the input of each module of a sequence, or "".
     """
     spans = []
@@ -292,12 +297,11 @@ def planned_spans(
     inner = {id(x) for m in modules if type(m) in _SEQUENCES for x in m.children()}
     known: dict[tuple[object, ...], SpanPlan] = {}  # models repeat their layers
     for module in modules:
-        weight = next(module.parameters(), None)
-        if weight is None or (isinstance(module, LinearNormAct) and id(module) in inner):
+        if isinstance(module, LinearNormAct) and id(module) in inner:
             continue
-        judge = judge_of(weight)
         for found in spans_of(module, lambda linear: id(linear) in names):
-            for part in _taken(found, judge.device):
+            judge = judge_of(found[0].linear.weight)
+            for part in _taken(found, judge):
                 sites = tuple(names[id(x.linear)] for x in part)
                 scales = scales_of(module) if isinstance(module, nn.Sequential) else ("",)
                 layers = tuple(
@@ -311,11 +315,11 @@ def planned_spans(
     return spans
 
 
-def _taken(span: list[FoundLayer], device: Device) -> list[list[FoundLayer]]:
+def _taken(span: list[FoundLayer], judge: ChainJudge) -> list[list[FoundLayer]]:
     """Parts of a span without layers that no kernel takes."""
     parts: list[list[FoundLayer]] = [[]]
     for found in span:
-        if takes_once(found.layer, device):
+        if takes_once(found.layer, judge.device, half=judge.half):
             parts[-1].append(found)
         else:
             parts.append([])

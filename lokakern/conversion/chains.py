@@ -1,11 +1,11 @@
 """Chains of a conversion: consecutive layers that run as one op where that was measured faster.
 
 Kernels of a chain are those of op gemm_norm, with FP8 or bfloat16 between layers, as in
-`lokakern.chain`, with another limit: the row error of each layer alone is within the budget, as
-that of each product of a route. A chain is used at an m only if it is faster beyond noise than what
-would run instead: for each layer the faster of
+`lokakern.chain`, or float16 where layers multiply in it, with another limit: the row error of each
+layer alone is within the budget, as that of each product of a route. A chain is used at an m only
+if it is faster beyond noise than what would run instead: for each layer the faster of
 
-- the unquantized layer: the fastest product in bfloat16 with a separate norm and activation, which
+- the unquantized layer: the fastest unquantized product with a separate norm and activation, which
   stand for what torch.compile makes;
 - the layer as converted without chains: the product by its route, with the unquantized norm, whose
   time is the difference between that of the unquantized layer and of its product. An activation
@@ -34,9 +34,11 @@ from lokakern.conversion.chain_rivals import (
 )
 from lokakern.conversion.routes import ANY_M, within
 from lokakern.nn.chain_plan import ChainLayer, ChainStep, Steps, plan_text, read_plan
+from lokakern.nn.routed_matmul import dtype_of, in_dtype
+from lokakern.registry import float16
 from lokakern.registry.register import KERNELS, kernels_for
 from lokakern.selection.ties import within_noise
-from lokakern.types import Device, Granularity, norm_form
+from lokakern.types import Device, Format, Granularity, norm_form
 
 MOST_LAYERS = 8  # of one chain
 BFLOAT16 = Form(NONE, NONE)
@@ -162,7 +164,8 @@ def _of_layers(chain: PlannedChain, span: Sequence[SpanLayer]) -> PlannedChain:
     names = dict.fromkeys(old.epilogue for old, new in others if old != new)
     _, aligned, other = read_plan(chain.text)
     why = f"{chain.why}, by times of {', '.join(names)}"
-    return replace(chain, layers=layers, text=plan_text(layers, aligned, other), why=why)
+    text = in_dtype(plan_text(layers, aligned, other), dtype_of(chain.text))
+    return replace(chain, layers=layers, text=text, why=why)
 
 
 def _with_other_bias(epilogue: str) -> str:
@@ -173,15 +176,18 @@ def _with_other_bias(epilogue: str) -> str:
     return "+".join(words) or "none"
 
 
-def takes(layer: Layer, device: Device, writes: Granularity = NONE) -> bool:
+def takes(
+    layer: Layer, device: Device, writes: Granularity = NONE, half: Format = Format.BFLOAT16
+) -> bool:
     """Whether any kernel of a device multiplies and normalizes such a layer in one launch.
 
     Args:
         layer: The layer.
         device: The device.
-        writes: Granularity of the output; NONE for bfloat16.
+        writes: Granularity of the output; NONE for an unquantized one.
+        half: Format of unquantized operands and outputs.
     """
-    chain = Chain((layer, layer), 16, device, (), None)
+    chain = Chain((layer, layer), 16, device, (), None, half=half)
     row, group, block = Granularity.ROW, Granularity.GROUP, Granularity.BLOCK
     problems = [
         chain.problem(0, reads, weight, writes)
@@ -205,7 +211,8 @@ def _launch(step: Step) -> ChainStep:
 
 def _words(step: Step) -> str:
     problem, us = step.problem, step.time.latency_us if step.time else math.nan
-    scales = [str(x).replace("none", "bf16") for x in _launch(step)[2::2]]
+    half = "float16" if float16.is_in(problem) else "bf16"
+    scales = [str(x).replace("none", half) for x in _launch(step)[2::2]]
     error = "" if problem.b is None else f", row_err {step.row_err:.4g}"
     return f"layer {step.place + 1}: {step.kernel} ({scales[0]} to {scales[1]}), {us:.2f} us{error}"
 
@@ -251,7 +258,7 @@ class _Search:
             is_known = bool(sizes and self._errors(x.layer, sizes))
             if is_known and place < len(self._span) - 1:
                 is_known = self._writes_fp8(x.layer, sizes) or not takes(
-                    x.layer, self._judge.device, Granularity.ROW
+                    x.layer, self._judge.device, Granularity.ROW, self._judge.half
                 )
             if not is_known:
                 found[x.layer] = None
@@ -466,7 +473,7 @@ class _Search:
             f"{math.exp(sum(logs) / len(logs)):.2f}x as fast in geometric mean over m="
             f"{at[0] if len(at) == 1 else f'{at[0]}..{at[-1]}'}"
         )
-        text = plan_text(layers, aligned, _merged(other))
+        text = in_dtype(plan_text(layers, aligned, _merged(other)), self._judge.half.dtype)
         return PlannedChain(start, stop, layers, text, times, why)
 
     def _segments(self, start: int, stop: int, weights: Weights) -> Segments:

@@ -253,8 +253,8 @@ def convert(
             None means, or ``torch.float16``. Other weights have a dtype of their own. In another
             dtype than that a layer multiplies unquantized, and a warning says so. Kernels for
             float16 need errors that were measured with it (``sweep --suite float16``), of which the
-            shipped files have none, or a report of Probe in float16. Nothing else is done in
-            float16: norms, activations and chains are torch's, and no product applies a relu.
+            shipped files have none, or a report of Probe in float16. In float16, norms and
+            activations outside of chains are torch's, and no product applies a relu.
 
     Returns:
         The choices, their reasons, and methods to change and undo them.
@@ -475,7 +475,7 @@ class Conversion:
         self.why_no_chains = why_no_chains(
             budget, is_forced=isinstance(wanted, Forced), is_inference=self._inference,
             is_reported=isinstance(wanted, ProbeReport), is_checked=self._marker.is_on,
-            is_between=self._between, is_wanted=self._has_chains, in_float16=self.in_float16,
+            is_between=self._between, is_wanted=self._has_chains,
         )  # fmt: skip
         self.left_crosses = {}
         if self.why_no_chains:
@@ -487,8 +487,10 @@ class Conversion:
         def judge_of(weight: Tensor) -> ChainJudge:
             device = self._device_for(weight)
             return chain_judge(
-                budget, device, self._distributions, self.regime, self._m_range, tuple(self._forms)
-            )
+                budget, device, self._distributions, self.regime, self._m_range,
+                tuple(self._forms),
+                Format.FLOAT16 if weight.dtype is torch.float16 else Format.BFLOAT16,
+            )  # fmt: skip
 
         def scales_of(sequence: nn.Sequential) -> tuple[str, ...]:
             weight = next(sequence.parameters())
@@ -1367,7 +1369,7 @@ class Conversion:
                 of_sizes = missing.setdefault(sizes, {})
                 for form in forms:
                     of_sizes.setdefault(form, []).append(rows)
-        layers = []
+        layers, in_float16 = [], f"format = {json.dumps(Format.FLOAT16.value)}\n"
         for (n, k, has_bias, half), of_sizes in missing.items():
             more = "bias = true\n" * has_bias
             more += f"format = {json.dumps(half.value)}\n" * (half is not Format.BFLOAT16)
@@ -1382,11 +1384,14 @@ class Conversion:
             'forms = ["activate"]\n'
             for n, k, activation in sorted(self._untimed)
         ]
-        unmeasured = {layer for span in self.spans for layer in span.plan.missing}
+        unmeasured = {
+            (*layer, span.found[0].linear.weight.dtype is torch.float16)
+            for span in self.spans for layer in span.plan.missing
+        }  # fmt: skip
         layers += [
             f"[[layer]]\nm = {list(m)}\nn = {n}\nk = {k}\nepilogue = {json.dumps(epilogue)}\n"
-            'forms = ["chain"]\n'
-            for n, k, epilogue in sorted(unmeasured)
+            f'{is_half * in_float16}forms = ["chain"]\n'
+            for n, k, epilogue, is_half in sorted(unmeasured)
         ]
         return "\n".join([f"name = {json.dumps(name)}\n", *layers]) if layers else ""
 

@@ -29,7 +29,7 @@ from lokakern.nn.cross_pattern import FoundCross, crosses_in
 from lokakern.nn.crossed_forward import Cross, graph_of
 from lokakern.nn.linear import Linear, is_linear
 from lokakern.nn.module_scan import shape_of
-from lokakern.types import Device, NormForm
+from lokakern.types import NormForm
 
 COLUMNS = 8  # kernels read x0 and x in 16 bytes: other rows would be copied
 _VIEWS = ("view", "view_as", "reshape", "flatten", "unflatten", "transpose", "permute", "t")
@@ -106,7 +106,7 @@ def planned_crosses(
             done.add(cross.names)
             sites = tuple(names.get(id(layer), "") for layer in layers)
             judge = judge_of(shape_of(layers[-1])[3])
-            found = _layers_of(layers, judge.device)
+            found = _layers_of(layers, judge)
             why = cross.why or ("" if found else _why_not(layers[-1]))
             if why:
                 left[words_of(sites[-1:])] = why
@@ -170,11 +170,11 @@ def _why_not(layer: nn.Module) -> str:
     if layer.out_features % COLUMNS:
         return f"n is {layer.out_features}; kernels of crosses take multiples of {COLUMNS}"
     if not is_linear(layer) or not is_usable(layer):
-        return "it is no plain converted layer in bfloat16"
+        return "it is no plain converted layer in bfloat16 or float16"
     return "no kernel takes it"
 
 
-def _layers_of(layers: list[nn.Module], device: Device) -> list[FoundLayer]:
+def _layers_of(layers: list[nn.Module], judge: ChainJudge) -> list[FoundLayer]:
     """The layers of a cross that kernels take; none if they do not take the last one."""
     found: list[FoundLayer] = []
     for place, linear in reversed(list(enumerate(layers))):
@@ -183,7 +183,11 @@ def _layers_of(layers: list[nn.Module], device: Device) -> list[FoundLayer]:
         last = "none" if found else "cross"
         form = NormForm(bias=linear.bias is not None, last=last)
         layer = Layer(linear.out_features, linear.in_features, str(form))
-        if (not found and layer.n % COLUMNS) or not takes_once(layer, device):
+        if linear.weight.dtype is not judge.half.dtype:
+            break
+        if (not found and layer.n % COLUMNS) or not takes_once(
+            layer, judge.device, half=judge.half
+        ):
             break
         found.insert(0, FoundLayer(linear, place, place + 1, layer, form.norm.eps))
     return found

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, bfloat16, is_grad_enabled, nn
+from torch import Tensor, is_grad_enabled, nn
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
@@ -32,7 +32,7 @@ from lokakern.nn.linear import (
     Linear,
 )
 from lokakern.nn.routed_chain import replay_chain, run_chain
-from lokakern.nn.routed_matmul import is_constant, prepare_to_be_compiled
+from lokakern.nn.routed_matmul import dtype_of, is_constant, prepare_to_be_compiled
 from lokakern.registry.register import kernel_named
 from lokakern.types import Granularity
 
@@ -281,7 +281,7 @@ def chain_way(plan: str, m: int, dtype: torch.dtype, device: str) -> str:
 
     A constant for compilers. It reads the state of autocast, which Dynamo guards.
     """
-    if dtype is not bfloat16 or torch.is_autocast_enabled(device):
+    if dtype is not dtype_of(plan) or torch.is_autocast_enabled(device):
         return ""
     if torch._C._are_functorch_transforms_active():
         return ""
@@ -312,12 +312,12 @@ def words_of_plan(plan: str) -> list[Words]:
 
 
 def _reads_weight(cases: Sequence[Steps], place: int) -> bool:
-    """Whether the bfloat16 weight of a layer is read, or may be, in one of these cases."""
+    """Whether the unquantized weight of a layer is read, or may be, in one of these cases."""
     return any(not steps or any(_is_unquantized(step, place) for step in steps) for steps in cases)
 
 
 def _is_unquantized(step: ChainStep, place: int) -> bool:
-    """Whether a launch multiplies by the bfloat16 weight of a layer."""
+    """Whether a launch multiplies by the unquantized weight of a layer."""
     is_at = step.place == place and step.weight is Granularity.NONE
     return is_at and kernel_named(step.kernel).op == "gemm_norm"
 
@@ -451,4 +451,4 @@ def _is_usual_tensor(tensor: Tensor, x: Tensor) -> bool:
     is_own = type(tensor) in (Parameter, Tensor) or (
         is_compiling() and isinstance(tensor, Tensor) and not hasattr(tensor, "device_mesh")
     )
-    return is_own and tensor.dtype is bfloat16 and tensor.device == x.device
+    return is_own and tensor.dtype is x.dtype and tensor.device == x.device

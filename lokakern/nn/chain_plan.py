@@ -6,7 +6,8 @@ semicolons: the layers, then segments of m for m that 16 divides and for other m
 
     1024|3456|bias+relu|1e-05|row,512|1024|bias+relu|1e-05|row;16:0=,2048=0|cuda.…|none|row+…;1:0=
 
-A segment without steps is not used: there the modules run one by one.
+A segment without steps is not used: there the modules run one by one. One more part, ``float16``,
+says that what is not FP8 is that instead of bfloat16 (`lokakern.nn.routed_matmul.in_dtype`).
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def read_plan(
     text: str,
 ) -> tuple[tuple[ChainLayer, ...], tuple[tuple[int, Steps], ...], tuple[tuple[int, Steps], ...]]:
     """Parse a text of `plan_text`: layers, segments for m that 16 divides, and for other m."""
-    first, aligned, other = text.split(";")
+    first, aligned, other = text.split(";")[:3]
     return _layers(first), _segments(aligned), _segments(other)
 
 

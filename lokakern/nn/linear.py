@@ -957,7 +957,7 @@ class Linear(nn.Linear, Routed):
         for name in names:
             delattr(self, name)
         weight = self.weight
-        is_usual = type(weight) in (Parameter, Tensor) and weight.dtype is bfloat16
+        is_usual = type(weight) in (Parameter, Tensor) and weight.dtype in HALF
         if not is_usual or weight.is_meta or self.padding != (0, 0) or self.is_offloaded:
             return
         for scales in self._chain_scales:

@@ -25,12 +25,12 @@ from lokakern.functional.static_scale import new_bound_scale
 from lokakern.native import NATIVE, recorded_op
 from lokakern.nn.block_rms_norm import block_rms_norm
 from lokakern.nn.chain_plan import ChainLayer, read_plan, steps_at
-from lokakern.nn.routed_matmul import OPS, equal_scales, fp8_on, row_major
+from lokakern.nn.routed_matmul import OPS, dtype_of, equal_scales, fp8_on, row_major
 from lokakern.norm import Norm, largest
 from lokakern.numerics import SMALLEST_SCALE
 from lokakern.quantized_tensor import pitch_of
 from lokakern.registry.register import Kernel, fp8_format
-from lokakern.types import Granularity, NormEpilogue, QuantizedTensor
+from lokakern.types import Format, Granularity, NormEpilogue, QuantizedTensor
 
 _LIBRARY = torch.library.Library("lokakern", "FRAGMENT")
 _ACTIVATIONS = {
@@ -42,14 +42,14 @@ class LayerOperands(NamedTuple):
     """The tensors of a layer, in the order of the op's ``operands``.
 
     Attributes:
-        weight: ``[n, k]``, bfloat16; None if no step at this m reads it.
+        weight: ``[n, k]``, in the dtype of the plan; None if no step at this m reads it.
         data: FP8 data of the weight as `quantize` lays them out, or their bytes; None without a
             granularity.
         scale: Its scales, as ``data``.
-        bias: ``[n]``, bfloat16, or None.
+        bias: ``[n]``, or None.
         norm_weight: ``[n]``, or None.
         norm_bias: ``[n]``, or None.
-        x0: ``[m, n]``, bfloat16, of DCN's cross ``x0 * y + x``. It and `x` follow the other
+        x0: ``[m, n]``, of DCN's cross ``x0 * y + x``. It and `x` follow the other
             operands of a layer whose epilogue has a cross, and of no other layer.
         x: As `x0`.
     """
@@ -128,16 +128,16 @@ def _operands_of(operands: Sequence[Tensor | None], forms: Sequence[_Form]) -> l
 
 
 def run_chain(x: Tensor, operands: Sequence[Tensor | None], plan: str) -> Tensor:
-    """The layers of a plan in bfloat16, by its launches at this m; there are no gradients.
+    """The layers of a plan, by its launches at this m; there are no gradients.
 
     Args:
-        x: ``[m, k]``, bfloat16; m may be 0.
+        x: ``[m, k]``, in the dtype of the plan, as are operands that are not FP8; m may be 0.
         operands: Those of each layer, one after the other, see `LayerOperands`.
         plan: See `lokakern.nn.chain_plan`.
 
     Returns:
-        ``[m, n]`` with the n of the last layer, bfloat16. Where the plan has no launches at this m,
-        the layers are computed unquantized, each as its modules would.
+        ``[m, n]`` with the n of the last layer, in the dtype of the plan. Where the plan has no
+        launches at this m, the layers are computed unquantized, each as its modules would.
     """
     out: Tensor = OPS.routed_chain(x, operands, plan)
     return out
@@ -185,10 +185,10 @@ def _launched(
         scale, known = None, ""
         if step.writes is Granularity.TENSOR and step.kernel.op == "gemm_norm":
             scale, known = _static_scale(x, layer, form, tensors)
-        out = empty_matrix(m, step.columns, step.writes, scale, fp8, device)
+        out = empty_matrix(m, step.columns, step.writes, scale, fp8, device, x.dtype)
         right, epilogue = None, NormEpilogue()
         if step.kernel.op == "gemm_norm":
-            right = _right(layer, tensors, step.weight, fp8)
+            right = _right(layer, tensors, step.weight, fp8, x.dtype)
             vectors = (tensors.bias, tensors.norm_weight, tensors.norm_bias)
             is_crossed = form.last == CROSS
             epilogue = NormEpilogue(form.norm, *vectors, "none" if is_crossed else form.last)
@@ -199,7 +199,7 @@ def _launched(
             epilogue = aligned_epilogue(epilogue)
         launcher_of(step.kernel, left, right, out, epilogue)(left, out)
         written = out
-    assert isinstance(written, Tensor)  # a plan ends in bfloat16
+    assert isinstance(written, Tensor)  # no plan ends in FP8
     return written
 
 
@@ -227,19 +227,22 @@ def _static_scale(
 
 
 def _right(
-    layer: ChainLayer, tensors: LayerOperands, scales: Granularity, fp8: torch.dtype
-) -> Matrix:
+    layer: ChainLayer, tensors: LayerOperands, scales: Granularity, fp8: torch.dtype,
+    half: torch.dtype,
+) -> Matrix:  # fmt: skip
     """The right operand ``[k, n]`` of a launch."""
     if scales is not Granularity.NONE:
         return _quantized_weight(layer, tensors, fp8).t()
-    return row_major(_weight(layer, tensors, fp8).detach()).t()
+    return row_major(_weight(layer, tensors, fp8, half).detach()).t()
 
 
-def _weight(layer: ChainLayer, tensors: LayerOperands, fp8: torch.dtype) -> Tensor:
-    """The weight in bfloat16, ``[n, k]``; from its FP8 form if it is not given."""
+def _weight(
+    layer: ChainLayer, tensors: LayerOperands, fp8: torch.dtype, half: torch.dtype
+) -> Tensor:
+    """The unquantized weight, ``[n, k]``; from its FP8 form if it is not given."""
     if tensors.weight is not None:
         return tensors.weight
-    return dequantize(_quantized_weight(layer, tensors, fp8))
+    return dequantize(_quantized_weight(layer, tensors, fp8), Format.of(half))
 
 
 def _quantized_weight(
@@ -259,7 +262,8 @@ def _quantized_weight(
 def _unquantized(x: Tensor, layer: ChainLayer, form: _Form, tensors: LayerOperands) -> Tensor:
     """A layer in torch's operators, as its modules compute it."""
     weight, shift, norm, columns = tensors.norm_weight, tensors.norm_bias, form.norm, (layer.n,)
-    y = functional.linear(x, _weight(layer, tensors, fp8_on(x.device)), tensors.bias)
+    given = _weight(layer, tensors, fp8_on(x.device), x.dtype)
+    y = functional.linear(x, given, tensors.bias)
     if norm.kind == "layer":
         y = functional.layer_norm(y, columns, weight, shift, norm.eps)
     else:
@@ -278,7 +282,7 @@ def _unquantized(x: Tensor, layer: ChainLayer, form: _Form, tensors: LayerOperan
 
 def _chain_fake(x: Tensor, operands: Sequence[Tensor | None], plan: str) -> Tensor:
     layers, *_ = read_plan(plan)
-    return x.new_empty((x.shape[0], layers[-1].n), dtype=torch.bfloat16)
+    return x.new_empty((x.shape[0], layers[-1].n), dtype=dtype_of(plan))
 
 
 recorded_op(_LIBRARY, "routed_chain(Tensor x, Tensor?[] operands, str plan) -> Tensor", _chain)

@@ -18,7 +18,6 @@ from lokakern.types import (
     REALISTIC_DISTRIBUTIONS,
     Device,
     Environment,
-    Format,
     Granularity,
     Problem,
     norm_form,
@@ -445,7 +444,7 @@ def errors_or_reason(kernel: KernelRow, problem: Problem, evidence: Evidence) ->
     """Largest bounds of a kernel's numerics class, or why there are none.
 
     Errors measured here at the problem come first, then those at another n, or k of a quantizer,
-    then imported ones. A product with a cross, in bfloat16, has the errors of the product alone,
+    then imported ones. A product with a cross that is not FP8 has the errors of the product alone,
     where no others are known: no suite measures errors of crosses.
     """
     from lokakern.registry.schema.row_keys import key_of
@@ -476,7 +475,7 @@ def errors_or_reason(kernel: KernelRow, problem: Problem, evidence: Evidence) ->
     is_cross = problem.op == "gemm_norm" and norm_form(problem.epilogue).last == "cross"
     is_product = is_cross and stored.epilogue == "none"
     is_known = not isinstance(found, str) or is_tried(kernel, asked, evidence)
-    if is_product and not is_known and stored.out_format is Format.BFLOAT16:
+    if is_product and not is_known and not stored.out_format.is_fp8:
         alone = errors_or_reason(kernel, replace(stored, op="gemm"), evidence)
         found = found if isinstance(alone, str) else alone
     memory[place] = found

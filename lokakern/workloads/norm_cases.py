@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lokakern.epilogue import norm_form
-from lokakern.types import Format, Granularity, Operand
+from lokakern.types import Format, Granularity, Operand, alignment_of
 from lokakern.workloads.gemm_cases import LEFT_SCALES, Case, prepared_weight, quantized_output
 from lokakern.workloads.gemm_gradient_cases import GRADIENTS, WIDE_RANGE
 
@@ -76,6 +76,7 @@ def chain_layer_cases(
     *,
     first: bool = True,
     later: bool = True,
+    half: Format = Format.BFLOAT16,
 ) -> Iterator[Case]:
     """The problems of op gemm_norm by which a layer of an inference chain is chosen.
 
@@ -92,26 +93,29 @@ def chain_layer_cases(
         fp8: FP8 format of the device.
         first: Whether the layer may begin a chain: X is bfloat16, W is prepared.
         later: Whether it may follow another layer: X is FP8.
+        half: What is said to be bfloat16: that, or float16.
 
     Raises:
         UnknownNameError: The epilogue is unknown.
         ShapeError: Blocks of its norm do not divide n.
     """
     layer = functools.partial(gemm_norm_case, m, n, k, epilogue, distribution)
+    x = Operand(half, alignment=alignment_of(k * half.dtype.itemsize))
+    plain = {"out_format": half}
     row, group = Granularity.ROW, Granularity.GROUP
     tensor, row_out, group_out = (quantized_output(fp8, scales) for scales in LEFT_SCALES)
-    row_outputs = [{}, row_out, *([tensor] if norm_form(epilogue).is_bounded else [])]
-    yield layer()
+    row_outputs = [plain, row_out, *([tensor] if norm_form(epilogue).is_bounded else [])]
+    yield layer(x, **plain)
     if first:
-        yield layer(**row_out)
+        yield layer(x, **row_out)
         weight = prepared_weight(fp8, row)
         for out in row_outputs:
-            yield layer(b=weight, prepared=True, **out)
-        yield layer(b=prepared_weight(fp8, Granularity.BLOCK), prepared=True, **group_out)
+            yield layer(x, b=weight, prepared=True, **out)
+        yield layer(x, b=prepared_weight(fp8, Granularity.BLOCK), prepared=True, **group_out)
     if later:
         for out in row_outputs:
             yield layer(Operand(fp8, row), **out)
-        for out in ({}, group_out):
+        for out in (plain, group_out):
             yield layer(Operand(fp8, group), **out)
 
 

@@ -40,13 +40,13 @@ Forms are the problems of a layer: ``gemm`` of unquantized operands, ``prepared`
 row and 1x128 scales), and the gradients, timed on X12: ``grad_input`` (W as stored, and prepared
 with row and 128x128 scales) and ``grad_weight``. ``activate`` is an activation (relu, hardswish or
 silu) and rowwise quantization of X in one kernel. ``chain`` is the layer with its epilogue in op
-gemm_norm, in the formats between which a chain of layers chooses: X in bfloat16, with rowwise and
+gemm_norm, in the formats between which a chain of layers chooses: X unquantized, with rowwise and
 with 1x128 scales, the output likewise, or with a static scale where a norm bounds it. An epilogue
 is a bias, a norm (layer, rms or block_rms(columns), with affine), and an activation or a cross,
 joined by +, such as "bias+relu" or "bias+cross". The default is gemm, prepared and quantize; for a
 batch gemm, because no quantized form has batches. ``bias`` applies to gemm and prepared. A scaled
-GEMM writes bfloat16, and activate and chain read it, so that layers in float16 and float32 have
-none of them.
+GEMM writes bfloat16, and activate reads it, so that layers in float16 and float32 have neither, and
+chain takes no float32.
 """
 
 from __future__ import annotations
@@ -135,7 +135,9 @@ def _cases(form: str, layer: Layer, m: int, fp8: Format) -> Iterator[Case]:
         case "grad_weight":
             yield grad_weight_case(m, n, k, layer.format, batch=layer.batch)
         case "chain":
-            yield from chain_layer_cases(m, n, k, layer.epilogue, distribution, fp8)
+            yield from chain_layer_cases(
+                m, n, k, layer.epilogue, distribution, fp8, half=layer.format
+            )
         case _:
             row = Granularity.ROW
             yield norm_quantize_case(m, k, layer.activation, distribution, fp8, row)
@@ -400,7 +402,8 @@ def _forms(entry: dict[str, Any], batch: int, form: Format, where: str) -> tuple
                 f"{where}: form {name!r} takes no batch, and batch is {batch}; expected some of "
                 f"{', '.join(BATCHED_FORMS)}"
             )
-        if form is not Format.BFLOAT16 and name in ("scaled_gemm", "activate", "chain"):
+        is_known = form is Format.BFLOAT16 or (form is Format.FLOAT16 and name == "chain")
+        if not is_known and name in ("scaled_gemm", "activate", "chain"):
             verb = "writes" if name == "scaled_gemm" else "reads"
             raise SuiteError(
                 f"{where}: form {name!r} {verb} bfloat16; leave it out of {form.value}"

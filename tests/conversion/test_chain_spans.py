@@ -212,7 +212,7 @@ def test_frozen_choices_have_no_chains(book: Book, monkeypatch: pytest.MonkeyPat
         patch.setattr(chain_spans.dispatcher, "choices", lambda: object())
         words = chain_spans.why_no_chains(
             ErrorBudget(row_err=0.06), is_forced=False, is_inference=True, is_reported=False,
-            is_checked=False, is_between=True, is_wanted=True, in_float16=False,
+            is_checked=False, is_between=True, is_wanted=True,
         )  # fmt: skip
     assert words == "choices are frozen, without those of chains"
 

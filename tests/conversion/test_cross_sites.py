@@ -22,10 +22,11 @@ from lokakern.conversion.cross_sites import CrossSpan, tensors_moved
 from lokakern.conversion.tune import Tuning, tune
 from lokakern.nn.cross_pattern import crosses_in
 from lokakern.nn.crossed_forward import graph_of
+from lokakern.nn.routed_matmul import dtype_of
 from lokakern.problems import make_problem
 from lokakern.selection import dispatcher
 from lokakern.selection.weight_forms import with_weight
-from lokakern.types import Format, Granularity
+from lokakern.types import Format, Granularity, Operand
 from lokakern.workloads.suite_files import suite_from_file
 from tests.conversion.test_tune import On, Script
 from tests.support.chain_rows import (
@@ -170,6 +171,25 @@ def test_full_crosses_become_chains(full: Book, capsys: pytest.CaptureFixture[st
     assert "forward" not in vars(model.crosses) and not list(model.buffers())
     with torch.no_grad():
         assert torch.equal(model(x), plain)
+
+
+def test_crosses_become_chains_in_float16(full: Book) -> None:
+    """By errors of the product with float16."""
+    model, x = model_of().half(), rows().half()
+    with torch.no_grad():
+        plain = model(x)
+    handle = convert(model, 0.06)
+    assert not any(span.plan.chains for span in crosses_of(handle))
+    half = Operand(Format.FLOAT16)
+    full.write(accuracy("cuda.quantize_row+cuda.scaled_gemm_row", gemm(512, N, N, a=half), 0.04))
+    handle.refresh()
+    plans = [chain.text for span in crosses_of(handle) for chain in span.plan.chains]
+    assert len(plans) == 2 and all(dtype_of(text) is torch.float16 for text in plans)
+    with torch.no_grad(), torch.profiler.profile() as profile:
+        y = model(x)
+    assert sum(event.name == "lokakern::routed_chain" for event in profile.events()) == 2
+    assert y.dtype is torch.float16 and not torch.equal(y, plain)
+    assert (y - plain).float().norm() < 0.06 * plain.float().norm()
 
 
 @pytest.mark.parametrize(("row_err", "count"), [(0.04, 2), (0.07, 0)])

@@ -19,15 +19,19 @@ from lokakern.conversion.convert import Conversion
 from lokakern.conversion.routes import GEMMS, problem_of
 from lokakern.errors import ChoicesError, FormatError, UnsupportedError
 from lokakern.functional import checks
+from lokakern.nn.chain_plan import steps_at
 from lokakern.nn.graph_products import linear_products
 from lokakern.nn.linear import Linear
 from lokakern.nn.norm_gradient import KERNEL as GRADIENT_KERNEL
 from lokakern.nn.rectified import KERNEL as RELU_KERNEL
 from lokakern.nn.routed_matmul import FLOAT16, PLAIN
 from lokakern.problems import make_problem
+from lokakern.registry import float16
 from lokakern.selection import dispatcher
 from lokakern.types import Format
 from lokakern.workloads.suite_files import suite_from_file
+from tests.conversion.test_chains import NARROW, WIDE, both
+from tests.support.chain_rows import FUSED, NONE, QUANTIZING, ROW, half_errors, layer_problem
 from tests.support.conversions import H200, report_of, verdict
 from tests.support.measurements import BF16, Book, accuracy, time
 from tests.support.measurements import H200 as DEVICE
@@ -114,11 +118,15 @@ def test_missing_errors_are_a_suite_with_float16(unmeasured: Book, tmp_path: Pat
     path = tmp_path / "suite.toml"
     for inference in (False, True):
         path.write_text(convert(model_of(), 0.06, inference=inference).suite([M]))
-        problems = [case.problem for case in suite_from_file(path).cases(DEVICE)]
+        cases = suite_from_file(path).cases(DEVICE)
+        of_layers = [case.problem for case in cases if case.problem.op == "gemm_norm"]
+        assert all(p.a.format is Format.FLOAT16 or p.a.format.is_fp8 for p in of_layers)
+        assert bool(of_layers) == inference  # of chains
+        problems = [case.problem for case in cases if case.problem.op != "gemm_norm"]
         assert {p.a.format for p in problems} == {Format.FLOAT16}
         for gemm in GEMMS[: 1 if inference else None]:
             assert problem_of(gemm, M, N, K, half=Format.FLOAT16) in problems
-        assert not any(case.problem.op != "gemm" for case in suite_from_file(path).cases(DEVICE))
+        assert {p.op for p in problems} == {"gemm"}
     assert "float16" not in convert(model_of(torch.bfloat16), 0.06).suite([M])
 
 
@@ -171,8 +179,100 @@ def test_a_model_is_converted_by_what_probe_saw_of_it(unmeasured: Book, where: s
 def test_what_has_no_float16_is_refused_with_the_reason(known: Book) -> None:
     with pytest.raises(FormatError, match=r"dtype is torch\.float64; expected torch\.bfloat16"):
         convert(model_of(torch.float32), 0.06, dtype=torch.float64)
-    handle = convert(model_of(), 0.06, inference=True)
-    assert "no chains: kernels with a norm or an activation take no float16" in handle.explain()
+
+
+# ---- chains ----
+
+
+@pytest.fixture
+def chain_book(tmp_path: Path) -> Iterator[Book]:
+    """Times and errors with bfloat16 alone, by which a chain of two layers gains."""
+    book = Book(tmp_path / "rows.sqlite")
+    book.write(*both({512: 20.0, 2048: 60.0}, {512: 10.0, 2048: 30.0})).use()
+    yield book
+    dispatcher.use_snapshot(None)
+
+
+def tower(dtype: torch.dtype = HALF) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 512), nn.LayerNorm(512), nn.ReLU()
+    ).to(dtype)
+
+
+def chains_of(handle: Conversion) -> list[Any]:
+    return [chain for span in handle.spans for chain in span.plan.chains]
+
+
+def test_chains_are_planned_by_errors_with_float16(chain_book: Book, tmp_path: Path) -> None:
+    """And by times with bfloat16; a suite lists what is missing with float16."""
+    handle = convert(tower(), 0.06, inference=True)
+    assert not chains_of(handle)
+    assert chains_of(convert(tower(torch.bfloat16), 0.06, inference=True))
+    text = handle.suite([512])
+    assert text.count('format = "float16"\nforms = ["chain"]') == 2
+    (tmp_path / "s.toml").write_text(text)
+    problems = [case.problem for case in suite_from_file(tmp_path / "s.toml").cases(DEVICE)]
+    for layer in (WIDE, NARROW):
+        for given in ((NONE, NONE, NONE), (NONE, ROW, NONE), (ROW, ROW, NONE), (NONE, ROW, ROW)):
+            assert layer_problem(layer, 512, *given, Format.FLOAT16) in problems
+    chain_book.write(*half_errors(WIDE), *half_errors(NARROW))
+    assert handle.refresh() == ["0 to 2/chain"]
+    (chain,) = chains_of(handle)
+    assert chain.text.endswith(FLOAT16) and "(float16 to row)" in chain.explain()
+    assert [step.kernel for step in steps_at(chain.text, 512)] == [QUANTIZING, FUSED]
+    assert not steps_at(chain.text, 100)
+    # Nor are layers of both dtypes one chain.
+    mixed = nn.Sequential(*tower()[:2], *tower(torch.bfloat16)[2:])
+    assert not any(len(chain.layers) > 1 for chain in chains_of(convert(mixed, 0.06)))
+
+
+def test_kernels_that_read_no_float16_are_in_no_chain_of_it(
+    chain_book: Book, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though no problem from FP8 to FP8 tells of what is beside the sums."""
+    chain_book.write(*half_errors(WIDE), *half_errors(NARROW))
+    monkeypatch.setattr(
+        float16, "why_not", lambda name, _: "takes no float16" if name == FUSED else None
+    )
+    for chain in chains_of(convert(tower(), 0.06, inference=True)):
+        assert FUSED not in {s.kernel for s in steps_at(chain.text, 512)}
+    plans = chains_of(convert(tower(torch.bfloat16), 0.06, inference=True))
+    assert any(FUSED in {s.kernel for s in steps_at(plan.text, 512)} for plan in plans)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_chain_runs_in_float16_alone(chain_book: Book, is_compiled: bool) -> None:
+    chain_book.write(*half_errors(WIDE), *half_errors(NARROW))
+    model, x = tower(), torch.randn(512, 512, generator=torch.Generator().manual_seed(1)).half()
+    with torch.no_grad():
+        plain, few, exact = model(x), model(x[:100]), tower(torch.float64)(x.double())
+        handle = convert(model, 0.06, inference=True)
+        assert len(chains_of(handle)) == 1
+        call = torch.compile(model, backend="aot_eager") if is_compiled else model
+        y = call(x)
+        assert y.dtype is HALF and is_chained(call, x)
+        assert 1e-3 < (y.double() - exact).norm() / exact.norm() < 0.06
+        assert torch.equal(call(x[:100]), few)
+        if not is_compiled:
+            assert not is_chained(call, x[:100])
+            handle.undo()
+            assert torch.equal(model(x), plain)
+            # A model that was cast after its conversion has no chain until a refresh.
+            other = tower(torch.bfloat16)
+            handle = convert(other, 0.06, inference=True)
+            assert is_chained(other, x.bfloat16())
+            other.half()
+            assert not is_chained(other, x)
+
+
+def is_chained(model: Any, x: Tensor) -> bool:
+    with torch.no_grad(), torch.profiler.profile() as profile:
+        model(x)
+    return any(event.name == "lokakern::routed_chain" for event in profile.events())
+
+
+# ---- tuning ----
 
 
 def test_a_tuning_in_bfloat16_is_none_for_float16(known: Book, tmp_path: Path) -> None:

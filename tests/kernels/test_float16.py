@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from lokakern.build.prebuild import jobs_for
 from lokakern.device import current_device
 from lokakern.functional.checks import operand_of
 from lokakern.functional.norm_backward import norm_backward
-from lokakern.kernels.cuda import half, quantize, scaled_gemm, tiles
+from lokakern.kernels.cuda import gemm_norm, half, quantize, scaled_gemm, tiles
 from lokakern.measure.norm_errors import norm_kernel_error
 from lokakern.measure.tiled_compare import compare_bytes, compare_sums
 from lokakern.norm import norm_named
@@ -547,6 +548,30 @@ def test_crosses_overflow_to_infinity(name: str, where: str) -> None:
         assert name in RECTIFYING or "block" in name
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "torch.emulated_row+torch.norm_quantize",
+        "torch.quantize_row+torch.emulated_row+torch.norm_quantize",
+    ],
+)
+def test_sums_between_kernels_are_float16_where_anything_is(name: str) -> None:
+    """A bias alone, too, where operands and the output are FP8: the norm reads it beside them."""
+    kernel = KERNELS[name]
+    given: tuple[Any, Any] = torch.randn(8, 32).half(), torch.randn(16, 32).half().t()
+    if not kernel.quantizes:
+        given = tuple(numerics.quantize(x, Format.E4M3FN, Granularity.ROW) for x in
+                      (given[0], given[1].t()))  # fmt: skip
+        given = given[0], given[1].t()
+    made = numerics.quantize(torch.zeros(8, 16), Format.E4M3FN, Granularity.ROW)
+    for dtype in (torch.float16, torch.bfloat16):
+        epilogue = NormEpilogue(norm_named("rms"), bias=torch.zeros(16, dtype=dtype))
+        for out in (made, torch.zeros(8, 16, dtype=dtype)):
+            plain = given if not kernel.quantizes else tuple(x.to(dtype) for x in given)
+            sums, bias, *_ = kernel.workspace(*plain, out, epilogue)
+            assert sums.dtype is dtype and bias is epilogue.bias
+
+
 def test_gemm_norm_takes_float16() -> None:
     x, w = torch.randn(40, 96).half(), torch.randn(64, 96).half()
     weight, residual = torch.rand(64).half() + 0.5, torch.randn(40, 64).half()
@@ -616,6 +641,23 @@ def test_programs_for_float16_are_of_their_own_sources() -> None:
     assert found[torch.bfloat16] != found[torch.float16]
     assert tuple(found[torch.bfloat16]) == tuple(found[torch.float16])
     assert isinstance(found[torch.float16]._replace(direct=True), half.HalfKind)
+
+
+def test_what_is_beside_fp8_decides_the_program_of_a_product() -> None:
+    """Whichever was launched first: a product of FP8 that writes FP8 has no other float16."""
+    x = numerics.quantize(torch.randn(64, 64), Format.E4M3FN, Granularity.ROW)
+    w, out = x.t(), numerics.quantize(torch.randn(64, 64), Format.E4M3FN, Granularity.ROW)
+    forms, sources = set(), []
+    for dtype in (torch.bfloat16, HALF.dtype, torch.bfloat16):
+        matrix = torch.zeros(64, 64, dtype=dtype)
+        epilogue = NormEpilogue(norm_named("rms"), residual=matrix)
+        plan, kind = gemm_norm._planned("row", False, x, w, out, epilogue)
+        sources.append(Path(plan.launch.program.source).name)
+        assert isinstance(kind, half.HalfNormKind) is (dtype is HALF.dtype)
+        if "triton.gemm_norm_row" in KERNELS:
+            forms.add(sys.modules["lokakern.kernels.triton.gemm_norm"].pieces(epilogue, matrix)[0])
+    assert sources == ["gemm_norm.cu", "half_gemm_norm.cu", "gemm_norm.cu"]
+    assert len(forms) in (0, 2)
 
 
 def test_launches_are_those_of_bfloat16_with_other_sources() -> None:

@@ -6,6 +6,7 @@ Kernels of an H200 are emulated on a CPU; m from 16 on is quantized, less is not
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import warnings
 from typing import Any
@@ -16,8 +17,10 @@ from torch import Tensor, nn
 
 from lokakern import numerics
 from lokakern.functional import checks
+from lokakern.nn.chain_plan import ChainLayer, ChainStep, plan_text
 from lokakern.nn.linear import Linear
 from lokakern.nn.routed_matmul import PLAIN, delayed, in_dtype, kernels_of, new_delayed, settle
+from lokakern.nn.static_handoff import set_handoff
 from lokakern.types import Format, Granularity
 from tests.support.routed_layers import BY_GROUP, BY_ROW, GROUP, ROUTES, ROW, passed, plain_of, same
 
@@ -177,6 +180,72 @@ def test_scales_of_earlier_steps(where: str) -> None:
     assert same(again[:2], first[:2])  # by scales of the same amax
     x[0, 0] = math.inf
     assert not layer(x)[0].isfinite().any() and state.amax.isfinite().all()
+
+
+# ---- chains ----
+
+STEPS = {
+    "fused": ("cuda.quantize_row+cuda.gemm_norm_row", "cuda.gemm_norm_row"),
+    "composed": ("cuda.quantize_row+cuda.scaled_gemm_row+cuda.norm_quantize",
+                 "cuda.scaled_gemm_row+cuda.norm_quantize"),
+}  # fmt: skip
+WIDTHS = (K, N, 128, 64)
+
+
+def chain_of(kinds: str) -> tuple[nn.Sequential, str]:
+    """Three layers, of which the second reads and writes FP8, and their plan."""
+    torch.manual_seed(0)
+    modules: list[nn.Module] = []
+    for k, n in itertools.pairwise(WIDTHS):
+        modules += [Linear(k, n), nn.LayerNorm(n), nn.SiLU()]
+    model = nn.Sequential(*modules)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            nn.init.uniform_(parameter, -0.5, 1.0)
+    words = "bias+layer+affine+silu"
+    layers = [ChainLayer(n, k, words, 1e-5, ROW) for k, n in itertools.pairwise(WIDTHS)]
+    (first, later), none = STEPS[kinds], Granularity.NONE
+    steps = (ChainStep(0, first, none, ROW, ROW), ChainStep(1, later, ROW, ROW, ROW),
+             ChainStep(2, later, ROW, ROW, none))  # fmt: skip
+    segments = [(0, ()), (16, steps)]
+    return model.to(HALF), in_dtype(plan_text(layers, segments, segments), HALF)
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("kinds", STEPS)
+def test_a_chain_passes_fp8_between_layers(where: str, kinds: str) -> None:
+    """With vectors in float16 where nothing else of a step is; and its range is float16's."""
+    model, plan = chain_of(kinds)
+    model.to(where)
+    x = rows(where=where)
+    expected = x.double()
+    with torch.no_grad():
+        for i in range(0, 9, 3):
+            left = rounded(expected.float(), ROW)
+            weight, bias = model[i].weight, model[i].bias.double()
+            y = left @ rounded(weight, ROW).t() + bias
+            y = y.half().double() if kinds == "composed" else y
+            norm = (model[i + 1].weight.double(), model[i + 1].bias.double())
+            y = nn.functional.layer_norm(y, y.shape[1:], *norm)
+            expected = nn.functional.silu(y)
+        plain = model(x)
+        set_handoff(model, [""] * 9, [""] * 9, "", [plan] + [""] * 8)
+        for _ in range(3):  # the third one replays
+            y = model(x)
+            assert y.dtype is HALF and y.shape == (M, 64)
+            # A sum in another order moves some elements to the next FP8 number.
+            assert (y.double() - expected).norm() < 0.03 * expected.norm()
+        assert not torch.equal(y, plain)
+        assert torch.equal(model(x[:8]), one_by_one(model, x[:8]))
+        x[1], x[2, 3] = 0.0, math.nan
+        y = model(x)
+        assert y[2].isnan().all() and y[[0, 1, 3]].isfinite().all()
+
+
+def one_by_one(model: nn.Sequential, x: Tensor) -> Tensor:
+    for module in model:
+        x = module(x)
+    return x
 
 
 # ---- gradients that are scaled ----

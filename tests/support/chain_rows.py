@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lokakern.chain.candidates import Chain, Layer
-from lokakern.types import Granularity, Problem
+from lokakern.types import Format, Granularity, Problem
 from tests.support.measurements import H200, accuracy, time
 
 NONE, ROW = Granularity.NONE, Granularity.ROW
@@ -15,10 +15,11 @@ QUANTIZING = f"cuda.quantize_row+{FUSED}"
 
 
 def layer_problem(
-    layer: Layer, m: int, reads: Granularity, weight: Granularity, writes: Granularity
-) -> Problem:
+    layer: Layer, m: int, reads: Granularity, weight: Granularity, writes: Granularity,
+    half: Format = Format.BFLOAT16,
+) -> Problem:  # fmt: skip
     """The problem of a layer in a chain."""
-    return Chain((layer,), m, H200, (), None).problem(0, reads, weight, writes)
+    return Chain((layer,), m, H200, (), None, half=half).problem(0, reads, weight, writes)
 
 
 def plain_rows(layer: Layer, m: int, us: float) -> list[Any]:
@@ -42,6 +43,16 @@ def fp8_rows(
             # An FP8 output adds its own rounding.
             worse = 0.005 if writes is ROW else 0.0
             rows += [accuracy(name, problem, row_err + worse)] if is_judged else []
+    return rows
+
+
+def half_errors(layer: Layer, row_err: float = 0.04) -> list[Any]:
+    """Errors with rowwise scales of a layer in float16."""
+    rows = []
+    for writes in (NONE, ROW):
+        for name, reads in ((FUSED, ROW), (QUANTIZING, NONE)):
+            problem = layer_problem(layer, 512, reads, ROW, writes, Format.FLOAT16)
+            rows.append(accuracy(name, problem, row_err + 0.005 * (writes is ROW)))
     return rows
 
 
