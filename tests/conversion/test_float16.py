@@ -320,6 +320,7 @@ def test_a_model_that_was_cast_after_its_conversion(known: Book) -> None:
     assert type(model[0]) is nn.Linear and torch.equal(model(x), plain(x))
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("dtype", [HALF, torch.float32])

@@ -38,6 +38,7 @@ def registers(code: bytes) -> tuple[int, int]:
     return used, stack + local
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize("name", list(PROGRAMS))
 def test_float16_takes_no_more_of_a_multiprocessor(name: str) -> None:
     """As many warps fit, nothing spills, and elements are converted in hardware."""

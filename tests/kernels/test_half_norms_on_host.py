@@ -205,6 +205,7 @@ def test_gradients_of_every_norm_activation_and_output(backward: Any, variant: V
     gradients(backward, variant, 140, 512)
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize(("m", "k", "norm"), [
     (1, 8, "layer"), (130, 72, "rms"), (259, 200, "block_rms(8)"), (130, 520, "none"),
     (5, 1032, "layer"), (5, 2056, "layer"), (5, 8192, "rms"),

@@ -132,6 +132,7 @@ def test_gradients_are_sums_and_outer_products() -> None:
         assert (one - other).float().norm() < 0.02 * other.float().norm()
 
 
+@pytest.mark.rest
 def test_inductor_stacks_nothing() -> None:
     with torch.no_grad():
         (code,) = codes_of(Experts(), rows())
