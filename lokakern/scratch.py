@@ -64,11 +64,11 @@ def zeros(byte_count: int, device: torch.device) -> Tensor:
     shared = device.type == "cuda" and not _OWNED.get()
     if not shared or torch.cuda.is_current_stream_capturing():
         held = _OF_CALL.get()
-        if held and held[-1].numel() >= byte_count and held[-1].device == device:
-            return held[-1]
+        if held and held[0].numel() >= byte_count and held[0].device == device:
+            return held[0]
         made = torch.zeros(byte_count, dtype=torch.uint8, device=device)
         if held is not None:
-            held.append(made)
+            held[:] = [made]
         return made
     key = (device.index or 0, torch.cuda.current_stream(device).cuda_stream)
     found = _OF_STREAM.get(key)

@@ -232,8 +232,10 @@ def worth(
     known: dict[tuple[Any, ...], Row] = {}  # many layers are equal
     rows = []
 
-    def choice_of(problem: Problem, judged: tuple[str, ...] | None) -> Choice:
-        table = dispatcher.table_for(problem, budget, judged, device, regime, is_choice=False)
+    def choice_of(problem: Problem, judged: tuple[str, ...] | None, has_bias: bool) -> Choice:
+        table = dispatcher.table_for(
+            problem, budget, judged, device, regime, is_choice=False, has_bias=has_bias
+        )
         return Choice(table, problem.m)
 
     for product in products:
@@ -246,7 +248,8 @@ def worth(
             key = (gemm, judged, *alike)
             if key not in known:
                 ways = _problems(product, gemm, device, is_training)
-                choices = [[choice_of(problem, judged) for problem in way] for way in ways]
+                has_bias = product.bias and gemm == "output"
+                choices = [[choice_of(x, judged, has_bias) for x in way] for way in ways]
                 found = _row(product, gemm, choices)
                 if outside:
                     found = replace(found, why=_why_outside(outside, found.why))

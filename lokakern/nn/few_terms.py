@@ -32,7 +32,7 @@ def sum_few_terms(graph: fx.Graph) -> None:
             continue
         rows, terms = left.shape[1:]
         is_outer = terms == 1
-        if product.kwargs or not (is_outer or (rows == 1 and terms <= MOST_TERMS)):
+        if product.kwargs or not (is_outer or (rows == 1 and 0 < terms <= MOST_TERMS)):
             continue
         with graph.inserting_before(product):
             if is_outer:
@@ -42,7 +42,11 @@ def sum_few_terms(graph: fx.Graph) -> None:
                 pairs = zip(weights, _parts(graph, b, terms), strict=True)
                 products = [_product(graph, *pair) for pair in pairs]
                 total = functools.reduce(lambda x, y: add(graph, aten.add.Tensor, x, y), products)
-            replace(product, add(graph, prims.convert_element_type.default, total, left.dtype))
+            total = add(graph, prims.convert_element_type.default, total, left.dtype)
+            if not total.meta["val"].is_contiguous():  # as a product is, and `as_strided` reads it
+                form = torch.contiguous_format
+                total = add(graph, aten.clone.default, total, memory_format=form)
+            replace(product, total)
     graph.eliminate_dead_code()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -10,6 +11,13 @@ from torch import Tensor, fx
 aten = torch.ops.aten
 RESHAPES = frozenset({aten.view.default, aten.reshape.default})
 VIEWS = RESHAPES | {aten.expand.default}
+# What shows elements of a tensor, without a kernel.
+PARTS = VIEWS | {
+    operator.getitem, aten.permute.default, aten.select.int, aten.slice.Tensor, aten.split.Tensor,
+    aten.split_with_sizes.default, aten.squeeze.dim, aten.t.default, aten.transpose.int,
+    aten.unbind.int, aten.unsqueeze.default,
+}  # fmt: skip
+_PRODUCTS = {aten.addmm.default, aten.baddbmm.default, aten.bmm.default, aten.mm.default}
 
 
 def value(x: Any) -> Tensor | None:
@@ -49,6 +57,23 @@ def same(x: fx.Node) -> fx.Node:
             break
         x = x.args[0]
     return x
+
+
+def is_written(x: fx.Node, *, but: frozenset[fx.Node] = frozenset()) -> bool:
+    """Whether something other than Inductor's kernels reads a node, or a part of it.
+
+    Products of FP8 do not count, whose operands Inductor's kernels quantize.
+    """
+    ops = torch.ops.lokakern
+    quantizing = (ops.routed_gemm.default, ops.activated_product.default)
+    for reader in x.users.keys() - but:
+        is_ours = getattr(reader.target, "namespace", "") == "lokakern"
+        is_ours = is_ours and reader.target not in quantizing
+        if is_ours or reader.target in _PRODUCTS or reader.op == "output":
+            return True
+        if reader.target in PARTS and is_written(reader, but=but):
+            return True
+    return False
 
 
 def readers(x: fx.Node) -> list[fx.Node]:

@@ -102,8 +102,7 @@ def fuse_quantizers() -> None:
     call_activated = called("activated_product")
 
     def activated(
-        a: Any, data: Any, scale: Any, bias: Any, route: str, activation: str, left: Any = None,
-        left_scales: Any = None,
+        a: Any, data: Any, scale: Any, bias: Any, route: str, activation: str
     ) -> Any:  # fmt: skip
         form = _form(a, route)
         left, left_scales = quantized(a, form, route)

@@ -3,32 +3,24 @@
 Where a library or a kernel of ours reads ``relu(a @ b + bias)``, Inductor writes it in a kernel of
 its own, which reads the product and writes as much again: 25 us of an H200 at 8192 x 2048, where
 the product over k = 512 takes 20. The FP8 GEMMs of this library have the relu in their epilogue.
-Where only Inductor's kernels read it, they compute it as they load the product, and it is left to
-them. So is silu, whose exponential takes the epilogue longer, 35 us.
+Where only Inductor's kernels read it, such as those that quantize, they compute it as they load the
+product, and it is left to them. So is silu, whose exponential takes the epilogue longer, 35 us.
 """
 
 from __future__ import annotations
-
-import operator
 
 import torch
 from torch import fx
 
 from lokakern.device import current_device
 from lokakern.nn import routed_matmul
-from lokakern.nn.graph_edit import RESHAPES, add, replace, value
+from lokakern.nn.graph_edit import RESHAPES, add, is_written, replace, value
 from lokakern.problems import make_problem
 from lokakern.registry.register import KERNELS
 from lokakern.sampled_check import is_checked
 from lokakern.types import Format, Operand, Rejected
 
 aten = torch.ops.aten
-_PARTS = RESHAPES | {
-    operator.getitem, aten.expand.default, aten.permute.default, aten.select.int, aten.slice.Tensor,
-    aten.split.Tensor, aten.split_with_sizes.default, aten.squeeze.dim, aten.t.default,
-    aten.transpose.int, aten.unsqueeze.default,
-}  # fmt: skip
-_PRODUCTS = {aten.addmm.default, aten.baddbmm.default, aten.bmm.default, aten.mm.default}
 
 
 def rectify_in_products(graph: fx.Graph) -> None:
@@ -42,7 +34,7 @@ def rectify_in_products(graph: fx.Graph) -> None:
         last = next(iter(shaped.users), None)
         if last is None or last.target is not aten.relu.default or len(shaped.users) > 1:
             continue
-        if not (_is_written(last) and _takes(product)):
+        if not (is_written(last) and _takes(product)):
             continue
         a, _, data, scale, bias, route = product.args[:6]
         with graph.inserting_before(product):
@@ -78,14 +70,3 @@ def _takes(product: fx.Node) -> bool:
         out_format=Format.of(out.dtype),
     )  # fmt: skip
     return not isinstance(gemm.supports(problem, device), Rejected)
-
-
-def _is_written(last: fx.Node) -> bool:
-    """Whether something other than Inductor's kernels reads a node, or a part of it."""
-    for reader in last.users:
-        is_ours = getattr(reader.target, "namespace", "") == "lokakern"
-        if is_ours or reader.target in _PRODUCTS or reader.op == "output":
-            return True
-        if reader.target in _PARTS and _is_written(reader):
-            return True
-    return False

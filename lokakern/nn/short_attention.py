@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from torch.nn import functional
 
 from lokakern.nn.attention_patterns import Attention, Gradients, by_heads, find_attention
-from lokakern.nn.graph_edit import RESHAPES, add, replace, value
+from lokakern.nn.graph_edit import PARTS, RESHAPES, add, is_written, replace, value
 from lokakern.nn.silu_pattern import silu_operand
 from lokakern.nn.token_mixing import has_triton
 
@@ -30,10 +30,6 @@ _LIBRARY = torch.library.Library("lokakern", "FRAGMENT")
 MOST_KEYS = 128
 MOST_COLUMNS = 64
 _TURNED = [0, 2, 1, 3]
-_PARTS = RESHAPES | {
-    aten.expand.default, aten.permute.default, aten.select.int, aten.slice.Tensor,
-    aten.split.Tensor, aten.split_with_sizes.default, aten.transpose.int, aten.unsqueeze.default,
-}  # fmt: skip
 
 
 def _weights(
@@ -143,13 +139,16 @@ def activate_in_attention(graph: fx.Graph) -> None:
     """Compute silu of queries, keys and values in attention, if they are parts of one silu.
 
     Inductor writes what a kernel of ours reads: in HSTU silu of 8192 x 2048, 25 us of an H200. What
-    else reads this silu, such as the gate, computes it as it loads the product.
+    else reads this silu, such as the gate, has to be Inductor's, which computes it as it loads it.
     """
     op = torch.ops.lokakern.short_attention.default
     for node in list(graph.find_nodes(op="call_function", target=op)):
         found = [_part_of_silu(x) for x in node.args[:3]]
         sources = {source for source, _, _ in filter(None, found)}
         if None in found or len(sources) > 1 or len(node.args) > 8:
+            continue
+        alone = frozenset((node,))
+        if any(is_written(silu, but=alone) for _, silu, _ in filter(None, found)):
             continue
         with graph.inserting_before(node):
             parts = [_without_silu(graph, *part) for part in filter(None, found)]
@@ -162,14 +161,15 @@ def _without_silu(graph: fx.Graph, x: fx.Node, silu: fx.Node, views: list[fx.Nod
     """The same part of what silu was taken of."""
     now = add(graph, aten.reshape.default, x, list(silu.meta["val"].shape))
     for view in views:
-        now = add(graph, view.target, now, *view.args[1:], **view.kwargs)
+        op = aten.reshape.default if view.target in RESHAPES else view.target
+        now = add(graph, op, now, *view.args[1:], **view.kwargs)
     return now
 
 
 def _part_of_silu(node: Any) -> tuple[fx.Node, fx.Node, list[fx.Node]] | None:
     """What silu was taken of, the silu, and the views of it up to a node, from it on."""
     views: list[fx.Node] = []
-    while isinstance(node, fx.Node) and (node.target in _PARTS or node.target is operator.getitem):
+    while isinstance(node, fx.Node) and node.target in PARTS:
         views.insert(0, node)
         node = node.args[0]
     x = silu_operand(node) if isinstance(node, fx.Node) else None

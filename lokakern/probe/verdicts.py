@@ -183,12 +183,14 @@ def _rank(verdict: ClassVerdict) -> tuple[float, float, str]:
 class _Times:
     """Times at a problem: of the fastest kernel of each way, and of bfloat16."""
 
-    def __init__(self, problem: Problem, device: Device | str | None) -> None:
+    def __init__(
+        self, problem: Problem, device: Device | str | None, *, has_bias: bool = False
+    ) -> None:
         self.bf16: Time | None = None
         self.fastest: dict[str, tuple[str, Time]] = {}
         if device is None:
             return
-        table = table_for(problem, None, None, device, COMPILED, is_choice=False)
+        table = table_for(problem, None, None, device, COMPILED, is_choice=False, has_bias=has_bias)
         for candidate in table.candidates:
             timed = candidate.time_at(problem.m)
             kernel = candidate.kernel
@@ -224,13 +226,14 @@ def _times_of(
     """Of the GEMM as the model has it, with its norm or its bias, if that was timed."""
     plain = problem_of(statistics, gemm)
     whole = [problem_of(statistics, gemm, norm)] if norm else []
-    if statistics.has_bias and gemm == "output":
+    has_bias = statistics.has_bias and gemm == "output"
+    if has_bias:
         whole.append(replace(plain, epilogue="bias"))
     for problem in whole:
         times = _Times(problem, device)
         if times.bf16 is not None and times.fastest:
             return times
-    return _Times(plain, device)
+    return _Times(plain, device, has_bias=has_bias)
 
 
 def _classes(

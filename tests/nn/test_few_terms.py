@@ -82,6 +82,52 @@ def test_an_outer_product_is_exact() -> None:
         assert torch.equal(found, run(rows()))
 
 
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("kind", ["sum", "outer"])
+def test_results_are_contiguous_as_those_of_products(kind: str, trains: bool) -> None:
+    """Though operands are transposed: operators may read memory by strides."""
+    first = layer_of((ROUTE, "", ""), K, K)
+
+    def run(x: Tensor) -> Tensor:
+        y = first(x)
+        turned = y.t().reshape(K, BATCH)[:, :, None].permute(1, 2, 0)  # of strides (1, 32, 32)
+        if kind == "outer":
+            product = torch.bmm(y[:, :4, None], turned)
+        else:
+            product = torch.bmm(y[:, None, :1], turned) + torch.bmm(y[:, None, 1:2], turned)
+        return product.as_strided((product.numel() // 8, 8), (8, 1))
+
+    x = rows().requires_grad_(trains)
+    change = graph_passes.Passes(None)
+    found, _ = graphs_of(
+        run, x, change=lambda graph: change(graph, is_inference=not trains),
+        change_both=graph_passes.JointPasses(None), trains=trains,
+    )  # fmt: skip
+    assert found.stride() == (8, 1)
+    with torch.no_grad():
+        close(found.detach(), run(x))
+
+
+def test_no_terms_are_left() -> None:
+    first = layer_of((ROUTE, "", ""), K, K)
+    found, _ = passed(lambda x: torch.bmm(first(x)[:, None, :0], first(x)[:, :0, None]), rows())
+    assert not found.any() and found.shape == (BATCH, 1, 1)
+
+
+def test_graphs_of_inference_have_no_joint_pass() -> None:
+    """Inductor calls it for them, too, before it finds attention."""
+    graphs: list[str] = []
+
+    def change(graph: torch.fx.Graph) -> None:
+        before = graph.python_code("self").src
+        graph_passes.JointPasses(None)(graph)
+        assert graph.python_code("self").src == before
+        graphs.append(before)
+
+    graphs_of(Experts(), rows(), change=change, trains=False)
+    assert "bmm" in graphs[0]
+
+
 def test_a_slice_that_is_no_stack_is_read_as_it_is() -> None:
     first = layer_of((ROUTE, "", ""), K, K)
 

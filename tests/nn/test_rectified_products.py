@@ -73,10 +73,16 @@ def test_parts_of_the_activation_are_read_by_products_of_batches() -> None:
         assert torch.equal(found, parts(exact(x, linear)))
 
 
-def test_the_relu_is_an_output_or_read_by_another_product() -> None:
+def test_the_relu_is_an_output_or_an_unbound_part_is_read() -> None:
     first, second = layer(), layer(k=N)
     assert found_in(lambda x: F.relu(first(x)))
-    assert found_in(lambda x: second(F.relu(first(x))))
+    assert found_in(
+        lambda x: torch.bmm(
+            *F.relu(first(x)).view(-1, 2, 4, 8).unbind(1)[:1], WEIGHT[:8, :4].expand(M, 8, 4)
+        )
+    )
+    # Inductor's kernel that quantizes computes it.
+    assert not found_in(lambda x: second(F.relu(first(x))))
 
 
 def reads_elsewhere(linear: Any, x: Tensor) -> Any:

@@ -275,7 +275,7 @@ def attention_cases(*, gradients: bool) -> list[Case]:
         pointers = (f"*{dtype}", *operands, of_bias, *operands)
         # At 128 x 64 the fastest of nine tiles spills: 52 us of an H200, 74 the next.
         spills = 160 if gradients and keys * d == 128 * 64 else 0
-        for activated in [()] if gradients else [(False,), (True,)] if silu else [(False,)]:
+        for activated in [()] if gradients else [(False,), (True,)]:
             if gradients:
                 *tile, warps = k.gradient_tile_of(queries, keys, d)
             else:
