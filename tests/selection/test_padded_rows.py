@@ -6,6 +6,11 @@ from typing import Any
 
 import pytest
 
+from lokakern.bench.fp8_gain.gain import worth
+from lokakern.bench.fp8_gain.products import Product
+from lokakern.conversion.routes import Judge, routes_of
+from lokakern.nn.routed_matmul import kernel_at
+from lokakern.probe import verdicts
 from lokakern.problems import PADDED, make_problem
 from lokakern.registry.register import KERNELS
 from lokakern.selection import dispatcher
@@ -99,6 +104,28 @@ def test_a_compiler_copies_a_bias_over_padded_rows(book: Book, n: int, copies: b
         assert biased.rejected[PADDED] == f"slower: {copied:.2f} us, estimated"
     alone = dispatcher.table_for(problem, budget, sources, device, has_bias=True)
     assert "bias" not in Choice(alone, M).explain()  # the kernel itself adds it
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_worth_and_probe_count_the_copy_as_convert_does(book: Book, has_bias: bool) -> None:
+    n = k = 1677
+    moved = M * (2 * K + K) + 4 * M
+    book.write(*odd(90.0, 45.0, n=n, k=k), wide(40.0, n=1680, k=1680), quantizer(moved / 1e6))
+    device = dispatcher.device_named("NVIDIA H200")
+    (row,) = worth(
+        [Product("layer", M, n, k, 1, has_bias)], budget=ErrorBudget(row_err=0.06), device=device,
+        distributions=("X1",), gemms=("output",),
+    ).rows  # fmt: skip
+    assert row.kernel == (FP8 if has_bias else PADDED)
+    times = verdicts._Times(make_problem("gemm", (M, n, k)), device, has_bias=has_bias)
+    assert times.bf16 is not None and times.bf16.latency_us == pytest.approx(
+        40 + has_bias * 2 * M * 1680 / 1e6
+    )
+    (route, *_) = routes_of(
+        n, k, Judge(ErrorBudget(row_err=0.06), ("X1",)), device, has_bias=has_bias, inference=True,
+        is_prepared=False,
+    )  # fmt: skip
+    assert (kernel_at(route.text, M) == FP8) is has_bias
 
 
 def test_an_estimate_is_told(book: Book) -> None:
