@@ -37,11 +37,16 @@ def claimed(kernel: str, architectures: frozenset[str]) -> frozenset[str]:
 def limit(kernel: str, problem: Problem, device: Device) -> str | None:
     """Why a kernel of lokakern does not do on a device what its file says, or None.
 
+    Crosses with the weight of a norm are refused here, not in the file of the kernel that ignored
+    it, for the sake of its rows, none of which has one.
+
     The parts of a composition are asked themselves.
     """
     gpu = device.architecture
     if "+" in kernel:
         return None
+    if kernel.startswith("cuda.gemm_cross_") and norm_form(problem.epilogue).affine:
+        return "reads no weight or bias of a norm"
     if gpu in _SMALL and kernel.startswith("triton."):
         return _limit_of_triton(kernel, problem, gpu)
     if gpu in _SMALL | _BLACKWELL and kernel.startswith("torch.scaled_mm_row"):

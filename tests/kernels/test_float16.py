@@ -455,6 +455,8 @@ PRODUCT_FORMS = (
     ("none", {"activation": "relu"}, ("bias",)),
     ("layer", {"activation": "silu"}, ("bias", "norm_weight", "norm_bias")),
     ("rms", {"residual": 1}, ("bias",)),
+    ("block_rms(32)", {"activation": "hardswish"}, ("bias",)),
+    ("block_rms(64)", {}, ("norm_weight",)),
 )
 # Tails of tiles of rows, columns and steps; one block of columns, and several that share a row.
 PRODUCT_SIZES = ((37, 72, 264), (130, 256, 173), (67, 1024, 256), (300, 520, 512), (1, 8, 40))
@@ -479,6 +481,10 @@ def takes_fp8(kernel: Any) -> bool:
     return kernel.granularity is not Granularity.NONE and not kernel.quantizes
 
 
+def has_whole_blocks(place: int, size: tuple[int, int, int]) -> bool:
+    return size[1] % (norm_named(PRODUCT_FORMS[place][0]).block or 1) == 0
+
+
 @pytest.mark.parametrize(("name", "where"), NORMED_PRODUCTS)
 def test_products_are_normalized(name: str, where: str) -> None:
     """Every form at a size, written as float16 and as FP8."""
@@ -486,12 +492,14 @@ def test_products_are_normalized(name: str, where: str) -> None:
     for place in range(len(PRODUCT_FORMS)):
         for i, granularity in enumerate((Granularity.NONE, OUTPUTS[1 + place % 3])):
             size = PRODUCT_SIZES[(place + i) % len(PRODUCT_SIZES)]
-            if size[1] % 8 and "block" in PRODUCT_FORMS[place][0]:
+            if not has_whole_blocks(place, size):
                 continue
             run = normed_product(kernel, where, size, place, granularity)
             taken += run is not None and run.check()
     for size in PRODUCT_SIZES:  # of kernels with a single form
-        for place in (8, 9):
+        for place in (8, 9, 12, 13):
+            if not has_whole_blocks(place, size):
+                continue
             run = normed_product(kernel, where, size, place, Granularity.NONE)
             taken += run is not None and run.check()
     assert taken >= 4

@@ -139,3 +139,16 @@ def test_an_a100_is_told_plainly_that_it_gets_bf16() -> None:
     for device in LATE:
         unmeasured = dispatcher.dispatch("gemm", (8192, 1024, 1024), 0.06, device=device)
         assert unmeasured.kernel == "torch.bf16" and "multiply FP8" not in unmeasured.explain()
+
+
+@pytest.mark.parametrize("epilogue", ["affine+cross", "bias+affine+cross"])
+@pytest.mark.parametrize("kernel", ["cuda.gemm_cross_row", "cuda.quantize_row+cuda.gemm_cross_row"])
+def test_a_cross_with_the_weight_of_a_norm_is_for_kernels_that_read_it(
+    kernel: str, epilogue: str
+) -> None:
+    """It was ignored: wrong by 4000 times the bound."""
+    row = products(Granularity.ROW) if "+" not in kernel else make_problem("gemm", (256, 256, 512))
+    problem = replace(row, op="gemm_norm", epilogue=epilogue)
+    assert "weight" in (refusal(kernel, problem, H200) or "")
+    without = epilogue.replace("affine+", "")
+    assert refusal(kernel, replace(problem, epilogue=without), H200) is None
