@@ -137,12 +137,12 @@ def _of_fused_gradients(
     node: fx.Node, forward: dict[str, Any], out: fx.Node
 ) -> Gradients | None:  # fmt: skip
     target: Any = node.target
-    back = [x for x in out.users if x.target is FUSED[target]]
+    back = [x for name in _names_of(out) for x in name.users if x.target is FUSED[target]]
     if len(back) != 1:
         return None
     given = _arguments(back[0])
     same = all(given[name] is forward[name] for name in ("query", "key", "value"))
-    same = same and given["out"] is out and given["logsumexp"] is _part(node, 1)
+    same = same and _itself(given["out"]) is out and given["logsumexp"] is _part(node, 1)
     if not same or given.get("attn_bias") is not forward.get("attn_bias"):
         return None
     for name, usual in (("is_causal", False), ("scale", None), ("dropout_p", 0.0)):
@@ -547,6 +547,14 @@ def _itself(node: Any) -> Any:
     while isinstance(node, fx.Node) and node.target in (aten.alias.default, aten.detach.default):
         node = node.args[0]
     return node
+
+
+def _names_of(node: fx.Node) -> list[fx.Node]:
+    """A node and those that `_itself` leads back to it."""
+    found = [node]
+    for name in found:
+        found += [x for x in name.users if _itself(x) is node]
+    return found
 
 
 def _before_padding(x: Any) -> Any:
