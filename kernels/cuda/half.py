@@ -30,6 +30,7 @@ from lokakern.kernels.cuda import (
     quantize_tile,
     quantize_together,
     scaled_gemm,
+    scaled_gemm_fast,
     scaled_gemm_unaligned,
 )
 from lokakern.kernels.cuda.norm_tiles import NormKind
@@ -49,6 +50,7 @@ SOURCES = {
     "activate_quantize.cu": "half_activate_quantize.cu",
     "norm_quantize.cu": "half_norm_quantize.cu",
     "scaled_gemm.cu": "half_scaled_gemm.cu",
+    "scaled_gemm_fast.cu": "half_scaled_gemm_fast.cu",
     "scaled_gemm_unaligned.cu": "half_scaled_gemm_unaligned.cu",
     "gemm_norm.cu": "half_gemm_norm.cu",
     "gemm_cross.cu": "half_gemm_cross.cu",
@@ -180,6 +182,7 @@ for _module in (
     quantize_tile,
     quantize_together,
     scaled_gemm,
+    scaled_gemm_fast,
     scaled_gemm_unaligned,
 ):
     _with_half(_module)

@@ -38,6 +38,7 @@ from lokakern.kernels.cuda import (
     quantize_tile,
     quantize_together,
     scaled_gemm,
+    scaled_gemm_fast,
     scaled_gemm_unaligned,
     tiles,
 )
@@ -85,7 +86,7 @@ def cases() -> dict[str, Program]:
         found |= {f"{name} {kind}": program for name, program in both_ways(types)}
         found |= {f"{name} {kind}": program for name, program in tensors(types)}
         found |= {f"{name} {kind}": program for name, program in together(types)}
-    found |= dict(gemms()) | dict(unaligned_gemms()) | dict(half_gemms())
+    found |= dict(gemms()) | dict(unaligned_gemms()) | dict(fast_gemms()) | dict(half_gemms())
     return found | dict(norm_programs.programs())
 
 
@@ -160,9 +161,31 @@ def unaligned_gemms() -> Iterator[tuple[str, Program]]:
             yield f"scaled_gemm_{kind.scales}_unaligned {m} {words}", program
 
 
+FAST_SIZES = (
+    (8192, 2048, 2048), (8192, 1680, 1680), (2432, 1024, 4608), (640, 2048, 1952),
+    (8192, 512, 512), (256, 512, 115200), (1024, 64, 512),
+)  # fmt: skip
+
+
+def fast_gemms() -> Iterator[tuple[str, Program]]:
+    """The same without promotion, of every tile that is not among those."""
+    module = scaled_gemm_fast
+    for scales in ("tensor", "row"):
+        for m, n, k in FAST_SIZES:
+            kind = Kind(scales)
+            tile = module.tile_of(m, n, k, kind, module.askew(k), True, SMS)
+            yield f"scaled_gemm_{scales}_fast {m}x{n}x{k}", module.bind(n, k, tile, kind).program
+    for words, kind in GEMM_KINDS.items():
+        if kind.scales in ("tensor", "row") and kind.batch == 1:
+            for k in (1024, 1680):
+                tile = module.tile_of(8192, 1024, k, kind, module.askew(k), True, SMS)
+                program = module.bind(1024, k, tile, kind).program
+                yield f"scaled_gemm_{kind.scales}_fast {k} {words}", program
+
+
 def half_gemms() -> Iterator[tuple[str, Program]]:
     """The same of rowwise scales with outputs in float16."""
-    for name, program in (*gemms(), *unaligned_gemms()):
+    for name, program in (*gemms(), *unaligned_gemms(), *fast_gemms()):
         if name.startswith("scaled_gemm_row") and dict(program.macros)["OUT"] == 2:
             source = Path(program.source)
             half_source = source.with_name(half.SOURCES[source.name])
@@ -508,6 +531,8 @@ def test_quantizers_convert_in_hardware_and_read_16_bytes_there(architecture: st
 
 def is_whole(macros: dict[str, int | str]) -> bool:
     """Whether sums stay where the tensor core makes them, as norm_mainloop.cuh says it."""
+    if "PAIRS" in macros:  # fast_mainloop.cuh
+        return True
     few = bool(macros.get("FAST")) or int(macros["K"]) <= 128
     return "FAST" in macros and bool(macros["BF16"] or (not macros["SCALES"] and few))
 

@@ -806,7 +806,7 @@ def test_more_than_two_to_the_31_elements(name: str) -> None:
     x = torch.empty(rows, k, dtype=torch.bfloat16, device="cuda").normal_()
     w = torch.randn(n, k, device="cuda").bfloat16()
     last = slice(rows - 256, rows)
-    if name.startswith("cuda.quantize_together"):
+    if name.startswith("cuda.quantize_together") and kernel.accumulation != "fast":
         x, w = x.t().contiguous().t(), w.t().contiguous().t()
     if kernel.op == "quantize_transpose":
         both = run(kernel, x)

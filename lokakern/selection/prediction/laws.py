@@ -16,9 +16,11 @@ import numpy as np
 from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
+from lokakern.quantized_tensor import pitch_of
 from lokakern.types import Format, Granularity, Layout, Problem
 
 TILE = 128  # rows and columns of a block's output
+LINE_BYTES = 128
 NORMS = ("layer", "rms", "block_rms")
 BEYOND = 4  # times smaller than what was timed: so far a law is carried, and was tested
 _MILLION = 1e-6  # numbers of elements are in millions
@@ -198,6 +200,9 @@ def work_of(
             "out": out,
             "quantized out": out * problem.out_format.is_fp8,
         }
+        # Rows of FP8 data that start within lines of a cache lie in one more.
+        is_askew = problem.a.format.is_fp8 and pitch_of(k) % LINE_BYTES != 0
+        found["askew waves"] = found["waves"] * is_askew
     found |= {part: out for part in parts}
     if not parts.isdisjoint(NORMS):
         found["norm"] = np.ones(len(m))

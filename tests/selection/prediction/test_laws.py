@@ -160,6 +160,20 @@ def test_laws_keep_their_bars(model: Model) -> None:
         assert all(law.spread.high < 1.5 and law.spread.low > -1 for law in laws.kernels), op
 
 
+def test_rows_that_start_within_lines_take_longer(model: Model) -> None:
+    """Of promoted products with k = 1680 about 1.5 times as long as with 1664 or 1792."""
+    law = next(x for x in model.content.laws["scaled_gemm"].kernels
+               if x.name == "cuda.scaled_gemm_row")  # fmt: skip
+    fp8 = Operand(Format.E4M3FN, Granularity.ROW)
+    b = Operand(Format.E4M3FN, Granularity.ROW, Layout.COLUMN)
+    us = {
+        k: law.times_us(make_problem("scaled_gemm", (8192, 1680, k), a=fp8, b=b),
+                        np.array([8192]), 132)[0]
+        for k in (1664, 1680, 1792)
+    }  # fmt: skip
+    assert us[1680] > 1.3 * us[1792] > 1.3 * us[1664]
+
+
 def test_rates_are_found_again_and_never_negative() -> None:
     problems = [
         make_problem("scaled_gemm", (m, n, k))

@@ -1,0 +1,251 @@
+// Products of FP8 matrices whose sums stay in the tensor core's registers for all of K, by pairs of
+// blocks that share b: what replaces parts of mainloop.cuh, see there, where an epilogue that was
+// written for it is included behind this file.
+//
+// A step of a tile of 128 x 128 copies 256 rows of 128 bytes from the L2 for 512 cycles of products,
+// which is what the L2 sends one SM. Rows that start within a cache line lie in two of them: then
+// 2176 x 1280 x 3984 takes an H200 40 us instead of 20.
+//
+// Macros beside those of mainloop.cuh, whose BLOCK_N may be 192, too:
+//
+//     PAIRS      2: two blocks of a cluster take tiles that lie above each other. Each copies one
+//                half of b's rows, into both.
+//     IN_TURN    1: each of two warpgroups has every second tile of the block, 128 rows: one writes
+//                while the other multiplies. They read one ring in turn. 0: they share tiles.
+#pragma once
+#include "mainloop.cuh"
+#include "whole_products.cuh"
+
+static_assert(SCALES == 0 && BATCH == 1, "one product, scaled at its end");
+static_assert(PAIRS == 1 || (PARTS == 1 && !RESIDENT), "a pair streams whole sums");
+static_assert(!IN_TURN || (WARPGROUPS == 2 && PARTS == 1 && !RESIDENT && BLOCK_N <= 128), "turns");
+
+// Elected. A box into the shared memory of both blocks, at the same place, and bytes for the barrier
+// of each.
+__device__ __forceinline__ void load_box_for_pair(
+    unsigned to, const TensorMap& map, unsigned barrier, int x, int y) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        ".multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to), "l"(&map), "r"(barrier),
+        "r"(x), "r"(y), "h"(static_cast<unsigned short>(3)) : "memory");
+}
+
+// At the barrier of one block.
+__device__ __forceinline__ void arrive_in(unsigned barrier, unsigned rank) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_in(barrier, rank))
+                 : "memory");
+}
+
+// 192 columns, as whole_products.cuh has it for others: twice 96 columns would read a twice, for
+// which shared memory has no time.
+#define F4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define F16(i) F4(i), F4(i + 4), F4(i + 8), F4(i + 12)
+__device__ __forceinline__ void multiply_whole(
+    float (&d)[96], unsigned long long a, unsigned long long b, int add) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %98, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n192k32.f32." TEXT(A_TYPE) "." TEXT(B_TYPE)
+                 " {" L16_0 L16_1 L16_2 L16_3 L16_4 L16_5 "}, %96, %97, p, 1, 1;\n}"
+                 : F16(0), F16(16), F16(32), F16(48), F16(64), F16(80)
+                 : "l"(a), "l"(b), "r"(add));
+}
+#undef F4
+#undef F16
+
+constexpr int PAIRED_BYTES = B_BYTES / PAIRS;
+
+// What a warpgroup finishes at once: IN_TURN a half of its tile, with the sums of the second.
+struct Part : Tile {
+    int half = 1;
+    float next[BLOCK_N / 2];
+};
+
+// The tiles of a block.
+struct PairedWalk {
+    int at, step, tiles_m, m, turn = 0;
+
+    __device__ __forceinline__ PairedWalk(const Operands& operands, int) : m(operands.m) {
+        tiles_m = (m + PAIRS * TILE_ROWS - 1) / (PAIRS * TILE_ROWS);
+        at = blockIdx.x / PAIRS;
+        step = gridDim.x / PAIRS;
+    }
+
+    __device__ __forceinline__ bool next(Tile& tile) {
+        const int band = at / (BAND * TILES_N), in_band = at % (BAND * TILES_N);
+        const int height = min(BAND, tiles_m - band * BAND);
+        const int pair = band * BAND + in_band % height;
+        tile.row = (PAIRS == 1 ? pair : pair * PAIRS + rank_in_cluster()) * TILE_ROWS;
+        tile.column = in_band / height * BLOCK_N;
+        tile.batch = 0;
+        tile.end = m;
+        const bool is_there = at < tiles_m * TILES_N;
+        at += step;
+        return is_there;
+    }
+
+    // Of a warpgroup. What finishes it adds ROWS for the second warpgroup.
+    __device__ __forceinline__ bool next(Part& part) {
+        if constexpr (!IN_TURN) return next(static_cast<Tile&>(part));
+        part.half ^= 1;
+        if (part.half) {
+            part.row += ROWS;
+            return true;
+        }
+        const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+        if (turn == 0) {
+            turn = 1;
+            at += warpgroup * step;
+        } else {
+            at += step;
+        }
+        const bool is_there = next(static_cast<Tile&>(part));
+        part.row -= warpgroup * ROWS;
+        return is_there;
+    }
+};
+
+__device__ __forceinline__ void initialize_pair(const Memory& memory, const Operands& operands) {
+    if constexpr (PAIRS == 1 && !IN_TURN) return initialize(memory, operands);
+    prefetch_map(*operands.a[0]);
+    prefetch_map(*operands.b);
+    for (int stage = 0; stage < STAGES; ++stage) {
+        initialize_barrier(memory.full(0, stage), 1);
+        initialize_barrier(memory.empty(0, stage), 4 * PAIRS * (IN_TURN ? 1 : WARPGROUPS));
+    }
+    publish_barriers();
+}
+
+__device__ __forceinline__ void begin_pair_in_turn() {
+    if constexpr (PAIRS > 1) synchronize_cluster();  // barriers of both
+    begin_in_turn();
+}
+
+__device__ __forceinline__ void produce_for_pair(
+    const Memory& memory, const Operands& operands, int pipeline) {
+    if constexpr (PAIRS == 1) return produce(memory, operands, pipeline);
+    PairedWalk walk(operands, pipeline);
+    Place place;
+    Tile tile;
+    const unsigned rank = rank_in_cluster();
+    while (walk.next(tile)) {
+        for (int step = 0; step < STEPS; ++step) {
+            const unsigned full = memory.full(0, place.stage);
+            wait(memory.empty(0, place.stage), place.parity ^ 1);
+            expect_bytes(full, LOADED_BYTES);
+            constexpr int ENDS[] = {A_ENDS};
+            int slice = 0, begin = 0;  // of the slices of a
+#pragma unroll
+            for (int i = 0; i + 1 < A_SLICES; ++i) {
+                if (step >= ENDS[i]) slice = i + 1, begin = ENDS[i];
+            }
+            load_box(memory.a(0, place.stage), *operands.a[slice], full, (step - begin) * DEPTH,
+                     tile.row);
+            load_box_for_pair(memory.b(0, place.stage, step) + rank * PAIRED_BYTES, *operands.b,
+                              full, step * DEPTH, tile.column + rank * (BLOCK_N / PAIRS));
+            place.advance();
+        }
+    }
+    // The other block arrives at barriers here until it has read all.
+    for (int stage = 0; stage < STAGES; ++stage) {
+        wait(memory.empty(0, place.stage), place.parity ^ 1);
+        place.advance();
+    }
+}
+
+// What multiplies a tile: one warpgroup.
+struct WholeMultiplier {
+    const Memory& memory;
+    const Operands& operands;
+    Part& part;
+    int pipeline, warpgroup;
+    bool first;  // tile of the block
+
+    __device__ __forceinline__ void release_both(const Place& place) const {
+        const int lane = threadIdx.x % 32;
+        const unsigned barrier = memory.empty(pipeline, place.stage);
+        if constexpr (PAIRS > 1) {
+            if (lane < PAIRS) arrive_in(barrier, lane);
+        } else {
+            if (lane == 0) arrive(barrier);
+        }
+    }
+
+    // Products of one step.
+    __device__ __forceinline__ void issue_whole(float (&sums)[BLOCK_N / 2], const Stage& stage,
+                                                int half, bool adds) const {
+#pragma unroll
+        for (int i = 0; i < DEPTH / 32; ++i) {
+            const unsigned long long a = stage.a.at(half * ROWS * DEPTH + i * 32);
+            multiply_whole(sums, a, stage.b.at(i * 32), adds || i > 0);
+        }
+    }
+
+    // What full barriers tell is one round of a ring at most, so that a warpgroup begins when the
+    // other has waited for all of its tile. With products of both in the queue, no time is lost.
+    __device__ __forceinline__ void await_turn() const {
+        asm volatile("bar.sync %0, 256;" ::"r"(3 + warpgroup) : "memory");
+    }
+
+    __device__ __forceinline__ void pass_turn() const {
+        asm volatile("bar.arrive %0, 256;" ::"r"(4 - warpgroup) : "memory");
+    }
+
+    // Past the other's tile.
+    static __device__ __forceinline__ void skip(Place& place) {
+        place.stage += STEPS % STAGES;
+        place.parity ^= STEPS / STAGES & 1;
+        if (place.stage >= STAGES) {
+            place.stage -= STAGES;
+            place.parity ^= 1;
+        }
+    }
+
+    __device__ __forceinline__ void multiply_tile(Sums& sums, Place& place) const {
+        if constexpr (IN_TURN) {
+            if (part.half) {
+#pragma unroll
+                for (int i = 0; i < BLOCK_N / 2; ++i) sums[i] = part.next[i];
+                return;
+            }
+            if (!first || warpgroup) {
+                skip(place);
+                await_turn();
+            }
+        }
+        Place before = place;
+#pragma unroll 1
+        for (int step = first_step(); step < last_step(); ++step) {
+            if constexpr (RESIDENT) {
+                if (first) wait(memory.arrived(step), 0);
+            }
+            wait(memory.full(pipeline, place.stage), place.parity);
+            const Stage stage(memory, pipeline, IN_TURN ? 0 : warpgroup, place, step);
+            const bool adds = step > first_step();
+            pin(sums);
+            if constexpr (IN_TURN) pin(part.next);
+            begin_products();
+            issue_whole(sums, stage, 0, adds);
+            if constexpr (IN_TURN) issue_whole(part.next, stage, 1, adds);
+            commit_products();
+            if (adds) {
+                wait_for_products<1>();
+                release_both(before);
+                before = place;
+            }
+            place.advance();
+        }
+        if constexpr (IN_TURN) pass_turn();
+        wait_for_products<0>();
+        pin(sums);
+        if constexpr (IN_TURN) pin(part.next);
+        release_both(before);
+    }
+};
+
+#if !RESIDENT && PARTS == 1
+#define Walk PairedWalk
+#endif
+#define Tile Part
+#define Multiplier WholeMultiplier
+#define initialize initialize_pair
+#define begin_in_turn begin_pair_in_turn
+#define produce produce_for_pair

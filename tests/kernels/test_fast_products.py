@@ -1,0 +1,156 @@
+"""Every tile of products whose sums are not promoted, and the rule that chooses one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lokakern import numerics
+from lokakern.formats import Format
+from lokakern.kernels.cuda import scaled_gemm, scaled_gemm_fast, tiles
+from lokakern.kernels.cuda.scaled_gemm_fast import FastTile, askew, macros_for, tile_of
+from lokakern.kernels.cuda.tiles import Kind, Tile
+from lokakern.registry.register import FAST_KERNEL_ERR_BOUND
+from lokakern.types import PLAIN, Epilogue, Granularity, empty_data
+from lokakern.workloads.drawn_sizes import drawn_sizes
+
+H200_SMS = 132
+PLAIN_TILE = FastTile(128)
+TILES = (
+    FastTile(128, pairs=2), FastTile(128, in_turn=True), FastTile(128, pairs=2, in_turn=True),
+    FastTile(192), FastTile(192, pairs=2), FastTile(256), FastTile(256, pairs=2),
+    FastTile(64, pairs=2, in_turn=True), Tile(128, resident=True), Tile(256, resident=True),
+    Tile(64, warpgroups=1, resident=True, blocks=2), Tile(64, warpgroups=1), Tile(128, parts=4),
+)  # fmt: skip
+# One tile; ends of pairs, of columns and of steps; several tiles of each block; steps that the ring
+# has as many of, and one more.
+SIZES = (
+    (1, 8, 16), (128, 128, 128), (129, 136, 144), (200, 328, 1040), (257, 1000, 768),
+    (3000, 2056, 896), (20000, 264, 272),
+)  # fmt: skip
+
+
+def drawn(m: int, n: int, k: int, seed: int) -> tuple[Any, Any]:
+    """FP8 rows without gaps, of magnitudes over six decades."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    made = []
+    for rows, form in ((m, Format.E4M3FN), (n, Format.E4M3FN if seed % 3 else Format.E5M2)):
+        x = torch.randn(rows, k, device="cuda", generator=generator)
+        x *= torch.logspace(-3, 3, rows, device="cuda").unsqueeze(1)
+        made.append(numerics.quantize(x, form, Granularity.ROW))
+    return made[0], made[1]
+
+
+def launched(
+    tile: Tile, a: Any, b: Any, out: Any, bias: Any = None, epilogue: Epilogue = PLAIN
+) -> Any:
+    """The output of a product by a tile."""
+    m, n = out.shape
+    kind = scaled_gemm._kind_of("row", (a.data,), b.data.t(), out, bias, epilogue)
+    plan = scaled_gemm_fast.make_plan(m, n, a.data.shape[1], kind, tile, H200_SMS)
+    scaled_gemm.run(
+        plan, kind, m, 1, (a.data,), (a.scale,), b.data.t(), b.scale, out, bias, epilogue
+    )
+    return out
+
+
+def fits(tile: Tile, n: int, k: int, kind: Kind) -> bool:
+    try:
+        macros_for(n, k, tile, kind)
+    except ValueError:
+        return False
+    return not (tile.parts > 1 and k < 1024)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_a_tile_multiplies_every_size(tile: Tile) -> None:
+    roundoff = Format.BFLOAT16.unit_roundoff
+    for seed, (m, n, k) in enumerate(SIZES):
+        if not fits(tile, n, k, Kind("row")):
+            continue
+        a, b = drawn(m, n, k, seed)
+        out = torch.full((m, n), float("nan"), dtype=torch.bfloat16, device="cuda")
+        launched(tile, a, b, out)
+        left, right = numerics.dequantize(a).double(), numerics.dequantize(b).double().t()
+        error = numerics.kernel_error(out, left @ right, left.abs() @ right.abs(), roundoff)
+        assert error.maximum <= FAST_KERNEL_ERR_BOUND, (m, n, k)
+        if tile.parts == 1:  # whole sums are the same wherever they are
+            same = launched(PLAIN_TILE, a, b, torch.empty_like(out))
+            assert torch.equal(out.view(torch.int16), same.view(torch.int16)), (m, n, k)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_a_tile_has_every_epilogue(tile: Tile) -> None:
+    m, n, k = 515, 1040, 1040
+    a, b = drawn(m, n, k, 1)
+    one = torch.tensor(0.02, device="cuda")
+    x0, x = (torch.randn(m, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    for dtype, bias, epilogue in (
+        (torch.bfloat16, torch.bfloat16, Epilogue(activation="silu")),
+        (torch.bfloat16, None, Epilogue(x0=x0, x=x)),
+        (torch.float32, torch.float32, Epilogue(activation="relu")),
+        (torch.float32, None, Epilogue(accumulate=True)),
+        (torch.float8_e4m3fn, torch.bfloat16, Epilogue(activation="hardswish", out_scale=one)),
+        (torch.float16, torch.float16, PLAIN),
+    ):
+        vector = None if bias is None else torch.randn(n, device="cuda").to(bias)
+
+        def made(tile: Tile, dtype: Any = dtype, bias: Any = vector, last: Any = epilogue) -> Any:
+            out = empty_data(m, n, dtype, a.data.device)
+            if dtype.itemsize > 1:
+                out.fill_(1.0)
+            return launched(tile, a, b, out, bias, last).float()
+
+        if tile.parts == 1 and fits(tile, n, k, Kind("row", dtype.itemsize)):
+            found, expected = made(tile), made(PLAIN_TILE)
+            assert torch.equal(found, expected), (dtype, epilogue)
+            assert found.abs().sum() > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", TILES[:7], ids=str)
+def test_many_launches_in_a_row_give_the_same_bits(tile: Tile) -> None:
+    """Blocks of a pair, warpgroups in turn and launches that overlap wait for each other."""
+    a, b = drawn(5000, 1032, 1104, 2)
+    first = launched(tile, a, b, torch.empty(5000, 1032, dtype=torch.bfloat16, device="cuda"))
+    outs = [torch.zeros_like(first) for _ in range(8)]
+    for _ in range(25):
+        for out in outs:
+            launched(tile, a, b, out)
+    assert all(torch.equal(out, first) for out in outs)
+
+
+def test_the_rule_tells_where_rows_start() -> None:
+    assert [askew(x) for x in (4096, 128, 1680, 1952, 64, 0)] == [0, 0, 2, 1, 1, 0]
+    row = Kind("row")
+    assert tile_of(32768, 2048, 2048, row, 0, True, H200_SMS) == FastTile(128, in_turn=True)
+    assert tile_of(8192, 1024, 3056, row, 2, True, H200_SMS) == FastTile(256, pairs=2)
+    assert tile_of(640, 2048, 1952, row, 1, True, H200_SMS) == PLAIN_TILE  # one tile for each SM
+    assert tile_of(8192, 512, 512, row, 0, True, H200_SMS).resident
+    assert tile_of(512, 512, 115200, row, 0, True, H200_SMS).parts > 1
+    assert tile_of(512, 512, 115200, row, 0, False, H200_SMS).parts == 1
+
+
+@pytest.mark.parametrize("item", [1, 2, 4])
+def test_every_tile_that_the_rule_chooses_fits(item: int) -> None:
+    for m, n, k in drawn_sizes(5, 200):
+        for scales in ("tensor", "row"):
+            for level in range(3):
+                kind = Kind(scales, item, 4, cross=0)
+                tile = tile_of(m, n, k, kind, level, True, H200_SMS)
+                stages = macros_for(n, k, tile, kind)["STAGES"]
+                assert 2 <= int(stages) <= tiles.MOST_STAGES
+
+
+def test_what_a_pair_copies_is_half_of_a_tile() -> None:
+    plan = scaled_gemm_fast.make_plan(1000, 600, 512, Kind("row"), FastTile(256, pairs=2), H200_SMS)
+    assert plan.tile.block_n == 128
+    assert plan.grid == (24, 1, 1)  # 4 pairs of tiles by 3, two blocks each
+    most = scaled_gemm_fast.make_plan(
+        99999, 600, 512, Kind("row"), FastTile(256, pairs=2), H200_SMS
+    )
+    assert most.grid == (132, 1, 1)
