@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from lokakern.errors import FormatError, ShapeError
 from lokakern.nn.linear import Linear
@@ -25,6 +25,7 @@ from lokakern.nn.routed_matmul import (
     set_settled,
     settle,
     settled,
+    unsettled,
 )
 from lokakern.numerics import SMALLEST_SCALE
 
@@ -45,7 +46,7 @@ class DelayedScaling:
     The scale of an operand is ``max(history) * 2**margin / MAX``, where the history holds its amax
     in the last steps, and MAX is the largest FP8 value. Larger elements saturate, in that step. An
     operand that was all zeros, or not used, in all of these steps keeps its scale. Until the first
-    `update` after its first product, an operand has a dynamic scale.
+    `update` that has an amax of it, an operand has a dynamic scale.
 
     Args:
         sites: Converted layers by name.
@@ -137,11 +138,26 @@ class DelayedScaling:
         scales = most * 2.0**self.margin / largest
         before = torch.stack([state.scales.to(device) for state in states.values()])
         scales = torch.where(most > 0, scales.clamp(SMALLEST_SCALE, LARGEST_SCALE), before)
-        for name, state, new in zip(states, states.values(), scales, strict=True):
+        for state, new in zip(states.values(), scales, strict=True):
             state.scales.copy_(new)
             state.amax.zero_()
             state.amax_behind.zero_()
-            settle(self._keys[name])
+        self._settle(most)
+
+    def _settle(self, most: Tensor) -> None:
+        """Let operands that have an amax, ``[layers, operands]``, have scales of it from now on.
+
+        Others, such as gradients behind a weight of zeros, or all infinite, stay dynamic: by the
+        scale of 1 that they would have, later ones may become zero. Only a step with an operand
+        that has no scale yet waits for the device, and none in a capture, which could not.
+        """
+        keys = [self._keys[name] for name in self._states()]
+        if not any(map(unsettled, keys)) or (
+            most.is_cuda and torch.cuda.is_current_stream_capturing()
+        ):
+            return
+        for key, largest in zip(keys, most.tolist(), strict=True):
+            settle(key, [place for place in unsettled(key) if largest[place] > 0.0])
 
     @property
     def scales(self) -> dict[str, dict[str, float]]:

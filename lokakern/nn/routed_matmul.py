@@ -198,12 +198,16 @@ def delayed_key(text: str) -> str:
     return text.partition(_DELAYED)[2].partition(";")[0].partition("\0")[0]
 
 
-def settle(key: str) -> None:
-    """Let the operands of a layer that were quantized since then have their scales of `Delayed`."""
-    for place in range(3):
-        if (key, place) in _SEEN:
-            _SEEN.remove((key, place))
-            _SETTLED.add((key, place))
+def unsettled(key: str) -> list[int]:
+    """The operands of a layer that were quantized with dynamic scales since they were settled."""
+    return [place for place in range(3) if (key, place) in _SEEN]
+
+
+def settle(key: str, places: Iterable[int]) -> None:
+    """Let operands of a layer have their scales of `Delayed`."""
+    for place in places:
+        _SEEN.discard((key, place))
+        _SETTLED.add((key, place))
 
 
 def settled(key: str) -> list[bool]:

@@ -182,6 +182,22 @@ def test_an_operand_that_comes_later_begins_with_a_dynamic_scale() -> None:
     assert scales_of(handle)[2] == pytest.approx(tiny.float().abs().max().item() / MAX, rel=1e-6)
 
 
+@pytest.mark.parametrize("value", [0.0, float("inf"), float("nan")])
+def test_an_operand_without_an_amax_stays_dynamic(value: float) -> None:
+    """As gradients behind a weight of zeros, or of a step whose gradients all overflow."""
+    layer, handle = layer_of()
+    for _ in range(2):
+        passed(layer, batch(1), torch.full((M, N), value).bfloat16())
+        handle.delayed_scaling.update()
+        assert list(handle.delayed_scaling.scales[""]) == ["input", "weight"]
+    tiny = 1e-6 * batch(2, k=N)  # nothing is left of it at a scale of 1
+    _, dx, *_ = passed(layer, batch(1), tiny)
+    exact = tiny.float() @ layer.weight.float()
+    assert (dx.float() - exact).norm() < 0.1 * exact.norm()
+    handle.delayed_scaling.update()
+    assert scales_of(handle)[2] == pytest.approx(tiny.float().abs().max().item() / MAX, rel=1e-6)
+
+
 def test_evaluation_is_dynamic_and_leaves_the_history() -> None:
     layer, handle = layer_of()
     dynamic, _ = layer_of(scaling="dynamic")
