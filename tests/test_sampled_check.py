@@ -181,6 +181,22 @@ def test_errors_of_special_rows_follow_the_error_contract() -> None:
         torch.testing.assert_close(rows, expected, rtol=1e-4, atol=1e-12)
 
 
+def test_what_overflows_float16_anyway_is_no_error() -> None:
+    """As gradients of a step that GradScaler skips; what only the kernel has beyond it, is one."""
+    exact = torch.tensor([7e4, -7e4, 65000.0, 100.0, -7e4, 7e4]).repeat(2, 1).t()
+    exact[:, 1] = 3e4
+    out = (1.04 * exact).half()
+    out[3, 0], out[4, 0], out[5, 0] = math.inf, math.inf, math.nan
+    assert out[:3, 0].isinf().all()
+    found = sampled_check.errors_of_rows(torch.eye(6), exact, out).tolist()
+    assert found[:3] == pytest.approx(
+        [0.04 * 3e4 / math.hypot(65504.0, 3e4)] * 2
+        + [math.hypot(504.0, 0.04 * 3e4) / math.hypot(65000.0, 3e4)],
+        rel=1e-2,
+    )
+    assert found[3:] == [1.0, 1.0, 1.0]
+
+
 def errors_of(exact: Tensor, out: Tensor) -> Tensor:
     """Errors row by row, because non-finite values would reach other rows through the product."""
     one = torch.ones(1, 1)
