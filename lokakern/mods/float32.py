@@ -15,12 +15,13 @@ from torch.nn import functional
 from lokakern.errors import FormatError, UnknownNameError
 from lokakern.mods.editor import Editor, Mod, site_of
 from lokakern.mods.epilogue import NORMS
+from lokakern.nn.autocast import HALF
 
 _BRANCHES = ("self_attn", "multihead_attn", "linear2")  # of torch's transformer layers
 
 
 class _Unrounded(torch.autograd.Function):
-    """``x @ weight.t()`` of bfloat16 operands as float32; gradients as of a bfloat16 product."""
+    """``x @ weight.t()`` of operands of 16 bits as float32; gradients as of their product."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -38,12 +39,12 @@ class _Unrounded(torch.autograd.Function):
 
 
 class WideLinear(nn.Linear):
-    """`nn.Linear` with float32 output of bfloat16 operands, under autocast too."""
+    """`nn.Linear` with float32 output of bfloat16 or float16 operands, under autocast too."""
 
     def forward(self, input: Tensor) -> Tensor:
         kind, x = input.device.type, input
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        if dtype is not torch.bfloat16 or x.dtype is torch.float64:
+        if dtype not in HALF or x.dtype is torch.float64:
             return functional.linear(x, self.weight, self.bias)
         rows = x.to(dtype).reshape(-1, self.in_features)
         y: Tensor = _Unrounded.apply(rows, self.weight.to(dtype))  # type: ignore[no-untyped-call]
@@ -75,7 +76,7 @@ class KeepIntermediates(Mod):
                     editor.left(self, site, "Linear", why)
                 else:
                     editor.set(layer, "__class__", WideLinear)
-                    effect = "sums are not rounded to bfloat16 before the norm"
+                    effect = "sums are not rounded to 16 bits before the norm"
                     editor.done(self, site, "Linear", "WideLinear", effect)
 
 
@@ -91,7 +92,7 @@ class HighResidual(Mod):
     """Keep residual streams in float32: outputs that are added to them become float32.
 
     By torch's rules of promotion the sum, and the stream from there on, is float32, too; under
-    autocast products still read bfloat16. Sums of many small branches are not rounded. For float32
+    autocast products still read 16 bits. Sums of many small branches are not rounded. For float32
     parameters under autocast.
 
     Args:
@@ -117,7 +118,7 @@ class HighResidual(Mod):
                 )
             handle = module.register_forward_hook(_to_float32)
             editor.do(lambda: None, handle.remove)
-            effect = "the sum with the residual is not rounded to bfloat16"
+            effect = "the sum with the residual is not rounded to 16 bits"
             editor.done(self, name, "residual as computed", "residual float32", effect)
 
     def _found(self, editor: Editor) -> Iterator[tuple[str, nn.Module]]:
