@@ -36,22 +36,21 @@ from lokakern.selection.arguments import device_of
 from lokakern.types import Granularity
 
 TENSOR = Granularity.TENSOR
-_LARGEST = torch.finfo(torch.bfloat16).max
+# Of policies, to which FSDP2 rounds a weight before it is quantized.
+_DTYPES = torch.float32, torch.bfloat16, torch.float16
 
 
 class Scale(NamedTuple):
     """The scale of a weight, and the state for which it is valid.
 
     Attributes:
-        value: float32 ``[1, 1]``, the same on all ranks.
-        rounded: The scale of the weight in bfloat16.
+        values: float32 ``[1, 1]``, the same on all ranks, of the weight in each of `_DTYPES`.
         steps: Number of optimizer steps.
         weight: Id of the parameter.
         version: Its version, which loading changes, but not foreach and fused optimizers.
     """
 
-    value: Tensor
-    rounded: Tensor
+    values: dict[torch.dtype, Tensor]
     steps: int
     weight: int
     version: int
@@ -105,14 +104,13 @@ class GatheredWeight(Tensor):
         """Bytes of this rank's rows, padded with zeros."""
         gathering = module._gathering
         assert isinstance(gathering, Gathering)  # it made this type
-        # FSDP2 rounds the weight to the policy's dtype before it is quantized.
-        is_rounded = policy.param_dtype not in (None, torch.float32)
-        scale = gathering.scale_of(module, is_rounded)
+        half = policy.param_dtype or torch.float32
+        scale = gathering.scale_of(module, half)
         n, k = outer_size
         rows = self.as_subclass(Tensor).detach()
         wire = torch.zeros((-(-n // mesh.size()), k), dtype=torch.uint8, device=rows.device)
         if rows.numel():
-            rows = rows.to(torch.bfloat16) if is_rounded else rows
+            rows = rows if half is torch.float32 else rows.to(half)
             quantized = quantize(rows, TENSOR, scale=scale)
             wire[: len(rows)] = quantized.data.view(torch.uint8)
         return (wire,), (module, scale, n)
@@ -212,8 +210,8 @@ class Gathering:
             if not isinstance(weight._local_tensor, GatheredWeight):
                 weight._local_tensor = weight._local_tensor.as_subclass(GatheredWeight)
 
-    def scale_of(self, module: nn.Module, is_rounded: bool) -> Tensor:
-        """The scale of a weight, or of the weight in bfloat16, ``[1, 1]``.
+    def scale_of(self, module: nn.Module, dtype: torch.dtype) -> Tensor:
+        """The scale of a weight rounded to one of `_DTYPES`, ``[1, 1]``; float32 rounds nothing.
 
         The scales of all weights are updated in each forward pass, because writes through ``data``
         do not change versions. The backward pass, and recomputation in it, uses those of the
@@ -223,13 +221,13 @@ class Gathering:
         weight = self._weights[module]
         is_backward = torch._C._current_graph_task_id() != -1
         is_next_pass = module in self._asked and not is_backward
-        is_known = scale is not None and scale[2:] == (self._steps, id(weight), weight._version)
+        is_known = scale is not None and scale[1:] == (self._steps, id(weight), weight._version)
         if is_next_pass or not is_known:
             self.update()
             scale = module._weight_scale  # type: ignore[assignment]
         self._asked.update(self._weights if is_backward else (module,))
         assert scale is not None  # by now
-        return scale.rounded if is_rounded else scale.value
+        return scale.values[dtype]
 
     @torch.no_grad()
     def update(self) -> None:
@@ -250,14 +248,14 @@ class Gathering:
         for _, group in sorted(groups.items()):
             dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
         most = torch.finfo(fp8_format(device_of(amax)).dtype).max
-        # The amax of rounded values is the rounded amax.
-        scales, rounded = (
-            torch.where(x == 0.0, 1.0, (x / most).clamp(min=2.0**-126))
-            for x in (amax, amax.to(torch.bfloat16).float().clamp(max=_LARGEST))
-        )
-        both = zip(scales.view(-1, 1, 1), rounded.view(-1, 1, 1), strict=True)
-        for (module, weight), scale in zip(self._weights.items(), both, strict=True):
-            module._weight_scale = Scale(*scale, self._steps, id(weight), weight._version)  # type: ignore[assignment]
+        values = []
+        for dtype in _DTYPES:  # the amax of rounded values is the rounded amax
+            x = amax.to(dtype).float().clamp(max=torch.finfo(dtype).max)
+            values.append(torch.where(x == 0.0, 1.0, (x / most).clamp(min=2.0**-126)))
+        for i, (module, weight) in enumerate(self._weights.items()):
+            of_weight = {d: x[i].view(1, 1) for d, x in zip(_DTYPES, values, strict=True)}
+            scale = Scale(of_weight, self._steps, id(weight), weight._version)
+            module._weight_scale = scale  # type: ignore[assignment]
 
     def __repr__(self) -> str:
         count = sum(module.in_features * module.out_features for module in self.layers.values())

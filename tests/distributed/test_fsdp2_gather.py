@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.utils.checkpoint import checkpoint
 
@@ -20,6 +20,7 @@ from lokakern.distributed.fsdp2_gather import Gathering
 from lokakern.errors import UnknownNameError, UnsupportedError
 from lokakern.nn.linear import Linear
 from lokakern.nn.linear_norm_act import LinearNormAct
+from lokakern.nn.routed_matmul import in_dtype
 from lokakern.types import Format, Granularity
 
 SEEDS = (0,)
@@ -108,6 +109,19 @@ def test_a_gathered_layer_computes_like_an_unsharded_one(
                 found += [y.detach(), x.grad, layer(x)]
         results.append(found)
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_a_policy_rounds_weights_once_before_they_are_quantized(half: torch.dtype) -> None:
+    layer = layer_of(to_input="").float()
+    layer.take_routes((in_dtype(ONE_SCALE, half), "", ""), layer.weight)
+    with torch.no_grad():  # as each FP8 number has its ties
+        layer.weight.copy_(1.0 + torch.rand(N, K) / 8)
+    expected = meant(layer.weight.detach().to(half)).to(half)
+    sharded(layer, mp_policy=MixedPrecisionPolicy(param_dtype=half))
+    Gathering(layer)
+    x = rows(8).to(half)  # few, which read the dequantized weight
+    assert torch.equal(layer(x), x @ expected.t())
 
 
 @pytest.mark.parametrize("value", [0.0, 1e30, float("nan"), float("inf")])
