@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import (
 
 import lokakern
 from lokakern.nn.linear import Linear
+from lokakern.nn.routed_matmul import in_dtype
 from tests.support.two_ranks import results_of_two_ranks
 
 SEEDS = (0,)
@@ -32,16 +33,17 @@ GROUP = "none;16:0=,16=cuda.quantize_group+cuda.scaled_gemm_group;1:0="
 INSIDE = 34  # columns, of which each of two ranks has 17: torch shares evenly only
 
 
-def model_of() -> nn.Sequential:
+def model_of(dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, INSIDE), nn.SiLU(), nn.Linear(INSIDE, 40)).bfloat16()
+    return nn.Sequential(nn.Linear(64, INSIDE), nn.SiLU(), nn.Linear(INSIDE, 40)).to(dtype)
 
 
 def routed(model: nn.Sequential, inference: bool = False) -> nn.Sequential:
     handle = lokakern.convert(model, 0.0)
     for site in handle.sites.values():
         assert isinstance(site.module, Linear)
-        site.module.take_routes((ROW, ROW, GROUP), site.module.weight)
+        routes = [in_dtype(route, site.module.weight.dtype) for route in (ROW, ROW, GROUP)]
+        site.module.take_routes(routes, site.module.weight)
         if inference:
             site.module.freeze()
     return model
@@ -67,7 +69,8 @@ def rows() -> Tensor:
 
 def passed(model: Any, parameters: nn.Module, mesh: DeviceMesh, kind: str) -> dict[str, Tensor]:
     """The output and all gradients, of all rows on each rank."""
-    x = rows().view(6, 8, 64) if kind == "axes" else rows()
+    x = rows().to(next(parameters.parameters()).dtype)
+    x = x.view(6, 8, 64) if kind == "axes" else x
     if kind == "sequence":
         x = x.chunk(2)[mesh.get_local_rank()]
     x = x.clone().requires_grad_()
@@ -116,6 +119,8 @@ def one_of_two_ranks(rank: int) -> dict[str, Any]:
             found[f"compiled {kind}"] = errors(passed(compiled, model, mesh, kind), exact)
         model = routed(parallelize_module(model_of(), mesh, plan_of(kind)))
         found[f"after {kind}"] = errors(passed(model, model, mesh, kind), exact)
+    half = parallelize_module(routed(model_of(torch.float16)), mesh, plan_of(""))
+    found["float16 "] = errors(passed(half, half, mesh, ""), exact)
     with torch.no_grad():
         for when in ("before", "after"):
             model = model_of()
@@ -170,7 +175,11 @@ def found() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("when", "kind"),
-    [*itertools.product(("before", "after"), ("", "axes", "sequence")), ("compiled", "sequence")],
+    [
+        *itertools.product(("before", "after"), ("", "axes", "sequence")),
+        ("compiled", "sequence"),
+        ("float16", ""),
+    ],
 )
 def test_sharded_fp8_layers_have_the_error_of_unsharded_ones(
     found: list[dict[str, Any]], when: str, kind: str
