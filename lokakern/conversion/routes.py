@@ -471,6 +471,8 @@ def _why_not(
     form = kernel.b_granularity
     if form not in forms:
         return f"reads a weight with {form} scales, and another gains more"
+    if float16.is_in(problem) and (why := float16.why_not(kernel.name, kernel.parts)):
+        return why
     refusal = kernel.refusal(with_weight(problem, form, device), device)
     return None if refusal is None else f"reads no weight quantized ahead: {refusal}"
 
@@ -590,7 +592,10 @@ _SLOWER = re.compile(r"slower: ([0-9.]+) us")
 NO_VERDICT = "no verdict in the report (Probe did not see it)"
 OTHER_DTYPE = "the report judges products in "
 EMULATED = "torch.emulated_"  # in names of kernels
-_NOT_HERE = ("not installed", "reads no weight quantized ahead", "emulates", "rows of n=")
+_NOT_HERE = (
+    "not installed", "reads no weight quantized ahead", "takes no float16", "emulates",
+    "rows of n=",
+)  # fmt: skip
 
 
 def _reasons(choice: Choice) -> str:

@@ -113,6 +113,20 @@ def test_errors_with_float16_decide_and_times_are_those_with_bfloat16(
         unmeasured.write(*rows_of())
 
 
+def test_kernels_without_float16_are_named_as_such(known: Book) -> None:
+    """And not as the first reasons, though they are faster in bfloat16."""
+    library = "cuda.quantize_row+torch.scaled_mm_row"
+    known.write(time(library, problem_of("output", M, N, K), 2.0))
+    handle = convert(model_of(), 0.01)  # which no kernel meets
+    explained = handle.explain("0")
+    assert (
+        f"{library}" in explained and "quantized ahead: torch.scaled_mm_row: takes" not in explained
+    )
+    assert "torch.scaled_mm_row: takes no float16" in explained
+    (why,) = (r["why"] for r in handle.choices if (r["site"], r["gemm"]) == ("0", "output"))
+    assert FP8 in why.partition(";")[2].partition(";")[0]
+
+
 def test_missing_errors_are_a_suite_with_float16(unmeasured: Book, tmp_path: Path) -> None:
     """As long as there are no times with it."""
     path = tmp_path / "suite.toml"
@@ -403,7 +417,8 @@ def test_delayed_scaling_and_checks(known: Book) -> None:
     with torch.no_grad():
         layer.weight.fill_(60000.0)
         assert layer(x.abs() + 1.0).isinf().all()
-    assert {row["site"]: row for row in handle.checks}["/output"]["row_err"] == 1.0
+    (row,) = (row for row in handle.checks if row["site"] == "/output")
+    assert row["checks"] == 3 and row["row_err"] < 0.1  # torch's product is infinite, too
 
 
 @pytest.mark.parametrize("dtype", [HALF, torch.float32])
