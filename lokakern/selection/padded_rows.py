@@ -1,4 +1,4 @@
-"""The time of bfloat16 with padded rows, where no such kernel was measured.
+"""The time of bfloat16, or float16, with padded rows, where no such kernel was measured.
 
 Where n or k is no multiple of 8, cuBLAS reads unaligned rows: it may take 5 times as long as with
 zeros added, which a user, or torch.compile, would add. A product of the padded sizes is a measured
@@ -14,14 +14,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lokakern.problems import PADDED, baseline_name, make_problem, padded_sizes
+from lokakern.registry import float16
 from lokakern.registry.register import KERNELS, fp8_format
 from lokakern.selection.candidates import Candidate, Evidence, Time, candidate_of
 from lokakern.types import Format, Granularity, Layout, Operand, Problem, alignment_of
 
+_HALVES = Format.BFLOAT16, Format.FLOAT16
+
 
 def padded_problem(problem: Problem) -> Problem | None:
     """The problem with padded sizes; None if a kernel that pads has nothing to do."""
-    if problem.op != "gemm" or problem.batch != 1 or problem.a.format is not Format.BFLOAT16:
+    if problem.op != "gemm" or problem.batch != 1 or problem.a.format not in _HALVES:
         return None
     m, n, k = padded_sizes(problem)
     if (m, n, k) == (problem.m, problem.n, problem.k) or problem.b is None:
@@ -92,7 +95,8 @@ def with_padded_rows(
 def _measured(wide: Problem, evidence: Evidence, timed: str, k: int) -> Candidate | None:
     """The unquantized kernel at the padded sizes; a bias and a prepared weight change no time.
 
-    A vector (``k`` of 1) is contiguous along both axes: its padded form has either layout.
+    Nor does float16, where it was not timed. A vector (``k`` of 1) is contiguous along both axes:
+    its padded form has either layout.
     """
     from lokakern.registry.schema.row_keys import family_key
 
@@ -100,10 +104,11 @@ def _measured(wide: Problem, evidence: Evidence, timed: str, k: int) -> Candidat
     assert name is not None and wide.b is not None  # of a GEMM
     layouts = (wide.b.layout,) if k > 1 else (Layout.COLUMN, Layout.ROW)
     plain = [
-        replace(wide, b=Operand(Format.BFLOAT16, layout=layout), prepared=False)
-        for layout in layouts
+        replace(wide, b=Operand(wide.a.format, layout=layout), prepared=False) for layout in layouts
     ]
-    forms = (form for x in (wide, *plain) for form in (x, replace(x, epilogue="none")))
+    forms = [form for x in (wide, *plain) for form in (x, replace(x, epilogue="none"))]
+    if float16.is_in(wide):
+        forms += [float16.as_bfloat16(form) for form in forms]
     for asked in forms:
         rows = evidence.facts.timing_cells(evidence.device, family_key(asked), timed)
         cells = [cell for cell in rows if cell.kernel.name == name]
@@ -117,10 +122,13 @@ def _rates(problem: Problem, evidence: Evidence, timed: str) -> dict[int, float]
     """Bytes per microsecond of the fastest rowwise quantizer of a, by m."""
     from lokakern.registry.schema.row_keys import family_key
 
-    a = Operand(Format.BFLOAT16, Granularity.NONE, Layout.ROW, alignment_of(2 * problem.k))
+    a = Operand(problem.a.format, Granularity.NONE, Layout.ROW, alignment_of(2 * problem.k))
     fp8 = fp8_format(evidence.device)
     asked = make_problem("quantize", (problem.m, problem.k), a=a, out_format=fp8)
     cells = evidence.facts.timing_cells(evidence.device, family_key(asked), timed)
+    if not cells and float16.is_in(asked):
+        asked = float16.as_bfloat16(asked)
+        cells = evidence.facts.timing_cells(evidence.device, family_key(asked), timed)
     rates: dict[int, float] = {}
     for name in {cell.kernel.name for cell in cells}:
         mine = [cell for cell in cells if cell.kernel.name == name]

@@ -8,7 +8,7 @@ import pytest
 
 from lokakern.bench.fp8_gain.gain import worth
 from lokakern.bench.fp8_gain.products import Product
-from lokakern.conversion.routes import Judge, routes_of
+from lokakern.conversion.routes import Judge, problem_of, routes_of
 from lokakern.nn.routed_matmul import kernel_at
 from lokakern.probe import verdicts
 from lokakern.problems import PADDED, make_problem
@@ -76,6 +76,30 @@ def test_a_compiled_model_pads_at_no_cost(book: Book) -> None:
     prepared = ask(budget=None)
     assert prepared.kernel == PADDED
     assert prepared.latency_us == pytest.approx(12 + copied)
+
+
+@pytest.mark.parametrize(
+    ("timed", "padded"),
+    [
+        (Format.FLOAT16, Format.FLOAT16), (Format.FLOAT16, Format.BFLOAT16),
+        (Format.BFLOAT16, Format.BFLOAT16),
+    ],
+)  # fmt: skip
+def test_float16_is_compared_with_padded_rows_too(
+    book: Book, timed: Format, padded: Format
+) -> None:
+    """Also where padded sizes, or all of them, were timed with bfloat16 alone."""
+    moved = M * (2 * K + K) + 4 * M
+    problem, asked = (problem_of("output", M, N, K, half=x) for x in (timed, Format.FLOAT16))
+    book.write(time(BF16, problem, 60.0), time(FP8, problem, 15.0), accuracy(FP8, asked, 0.04),
+               time(BF16, problem_of("output", M, N, WIDE, half=padded), 12.0),
+               quantizer(moved / 1e6))  # fmt: skip
+    device = dispatcher.device_named("NVIDIA H200")
+    for regime, kernel in ((COMPILED, PADDED), (None, FP8)):
+        table = dispatcher.table_for(asked, ErrorBudget(row_err=0.06), ("X1",), device, regime)
+        choice = Choice(table, M)
+        assert choice.kernel == kernel and choice.table.padded == f"n={N} k={WIDE}"
+        assert choice.kernel == PADDED or "slower" in choice.rejected[PADDED]
 
 
 @pytest.mark.parametrize(
@@ -272,6 +296,7 @@ def test_rows_of_the_gradient_of_a_weight_are_padded_too(book: Book) -> None:
         ((63, 16, 32), {}, None),
         ((64, 13, 39), {"batch": 4}, None),
         ((64, 13, 39), {"a": Operand(Format.FLOAT32)}, None),
+        ((64, 13, 39), {"a": Operand(Format.FLOAT16)}, (64, 16, 40)),
     ],
 )
 def test_the_padded_problem(
