@@ -147,8 +147,11 @@ def with_host_costs(
     words = costs.words
     if not costs.by_call:
         return [*candidates], words
-    if problem.op != "gemm" or problem.a.format is not Format.BFLOAT16 or problem.batch != 1:
+    is_half = problem.a.format in (Format.BFLOAT16, Format.FLOAT16)
+    if problem.op != "gemm" or not is_half or problem.batch != 1:
         return [*candidates], "not counted: it is measured for products of two bfloat16 matrices"
+    if problem.a.format is Format.FLOAT16:  # in compiled code equal; eager calls cost more
+        words += ", with bfloat16"
     if costs.by_call.get((TRAINING_BF16 if is_training else BF16, TORCH)) is None:
         step = "training steps" if is_training else "forward passes"
         return [*candidates], f"not measured for {step} on this machine class; {REMEDY}"

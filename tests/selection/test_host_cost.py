@@ -15,6 +15,7 @@ from torch import nn
 import lokakern
 from lokakern.bench.cli.main import app
 from lokakern.conversion.routes import GEMMS
+from lokakern.problems import make_problem
 from lokakern.registry.schema.records import HostCostRecord
 from lokakern.registry.sharing.import_file import import_file
 from lokakern.registry.snapshot.loading import load_snapshot
@@ -23,7 +24,7 @@ from lokakern.selection import dispatcher, host_cost
 from lokakern.selection.choice import Choice
 from lokakern.selection.host_cost import MachineClass, minor_version
 from lokakern.selection.weight_forms import with_weight
-from lokakern.types import Environment, Granularity
+from lokakern.types import Environment, Format, Granularity, Operand
 from lokakern.workloads.gemm_gradient_cases import grad_weight_case
 from tests.support.measurements import (
     BF16,
@@ -121,6 +122,22 @@ def test_regimes_differ_where_the_host_is_the_limit(book: Book) -> None:
     assert "35.00 us on the GPU; the longer counts, that of the GPU" in large.explain()
     in_graph = chosen(64, "graph-cold")
     assert (in_graph.latency_us, in_graph.host_us, in_graph.gpu_us) == (4.0, None, 4.0)
+
+
+def test_float16_has_the_host_costs_of_bfloat16(book: Book) -> None:
+    kernel = "cuda.quantize_row+cuda.scaled_gemm_row"
+    half = make_problem("gemm", (64, 512, 512), a=Operand(Format.FLOAT16))
+    times = [time(kernel, gemm(m), quantized) for m, (_, quantized) in TIMES.items()]
+    quantized = cost("unprepared", 18.0, language="cuda", path="python")
+    book.write(*times, cost("bf16", 12.0), quantized, accuracy(kernel, half, 0.03))
+
+    def asked(m: int, regime: str) -> Choice:
+        options = {"device": H200, "regime": regime, "a": half.a}
+        return lokakern.dispatch("gemm", (m, 512, 512), 0.06, **options)
+
+    assert [asked(m, "graph-cold").kernel for m in TIMES] == [kernel, kernel, kernel]
+    assert [asked(m, "compiled").kernel for m in TIMES] == [BF16, BF16, kernel]
+    assert f"(measured on {HERE}, python calls, with bfloat16)" in asked(64, "compiled").explain()
 
 
 def test_equal_host_costs_are_a_tie_that_bf16_wins(book: Book) -> None:
