@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from lokakern.nn.graph_edit import RESHAPES, add, value
+from lokakern.nn.silu_pattern import nodes_of_sigmoid, nodes_of_silu
 
 aten, prims = torch.ops.aten, torch.ops.prims
 Fits = Callable[[Tensor, Tensor, Tensor], bool]
@@ -334,8 +335,9 @@ class _Walk:
         score = self.softmax_of(node)
         if score is not None:
             return _Weights(node, score, 0.0) if times == 1.0 else None
-        score = self.silu_of(node)
-        return None if score is None else _Weights(node, score, times)
+        nodes = nodes_of_silu(node)
+        self.inner.update(nodes)
+        return _Weights(node, nodes[0], times) if nodes else None
 
     def softmax_of(self, node: fx.Node) -> fx.Node | None:
         """The operand of a softmax over columns, as torch decomposes it or as Inductor does."""
@@ -367,40 +369,6 @@ class _Walk:
             is_softmax = is_softmax and total.args == (exp, [-1], True) and not total.kwargs
         self.inner.update((node, exp, total, less, most, x))
         return x if is_softmax else None
-
-    def silu_of(self, node: fx.Node) -> fx.Node | None:
-        """The operand of silu."""
-        x: Any = node.args[0] if node.args else None
-        if node.target is aten.div.Tensor:
-            is_silu = self.is_one_more_than_exp_of_minus(node.args[1], x)
-        else:
-            is_silu = node.target is aten.mul.Tensor and self.is_sigmoid_of(node.args[1], x)
-        if not is_silu or not isinstance(x, fx.Node):
-            return None
-        self.inner.update((node, x))
-        return x
-
-    def is_sigmoid_of(self, node: Any, x: Any) -> bool:
-        """Whether it is the sigmoid, whole or as torch 2.11 decomposes it: ``1 / y * 1``."""
-        if not isinstance(node, fx.Node):
-            return False
-        if node.target is aten.sigmoid.default:
-            self.inner.add(node)
-            return node.args[0] is x
-        one, times = self.scaled(node)
-        if one is None or one.target is not aten.reciprocal.default or times != 1.0:
-            return False
-        self.inner.add(one)
-        return self.is_one_more_than_exp_of_minus(one.args[0], x)
-
-    def is_one_more_than_exp_of_minus(self, node: Any, x: Any) -> bool:
-        if not _is_call(node, aten.add.Tensor, None, 1) or node.kwargs:
-            return False
-        exp: Any = node.args[0]
-        if not _is_call(exp, aten.exp.default, None):
-            return False
-        self.inner.update((node, exp, exp.args[0]))
-        return _is_call(exp.args[0], aten.neg.default, x)
 
     def terms_of(self, score: fx.Node) -> _Terms:
         x = self.source(score, _CASTS)
@@ -507,10 +475,9 @@ class _Walk:
         s, one_less = rest.args
         if not _is_call(one_less, aten.sub.Tensor, 1, sigmoid) or one_less.kwargs:
             return False
-        self.inner.update((x, left, right, rest, one_less))
-        if not self.is_sigmoid_of(sigmoid, s):
-            return False
-        if self.source(s, _ALL) is not self.source(weights.score, _ALL):
+        nodes = nodes_of_sigmoid(sigmoid, s)
+        self.inner.update((x, left, right, rest, one_less, *nodes))
+        if not nodes or self.source(s, _ALL) is not self.source(weights.score, _ALL):
             return False
         given, times = self.scaled(self.source(given, _ALL))
         return times == weights.silu and self.source(given, _ALL) is dp
