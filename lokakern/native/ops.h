@@ -11,7 +11,7 @@ namespace lokakern {
 inline constexpr const char* kOps[] = {"gemm", "routed_gemm", "weight_gradient",
                                        "wide_weight_gradient", "quantize_weight",
                                        "quantize_activated", "activated_gemm",
-                                       "activated_product", "norm_gradient",
+                                       "rectified_product", "norm_gradient",
                                        "bias_gradient", "routed_chain",
                                        "gemm_norm", "gemm_norm_scaled", "norm_quantize",
                                        "norm_quantize_scaled", "scaled_gemm", "quantize",
@@ -31,8 +31,8 @@ inline constexpr const char* kSchemas[] = {
     "quantize_activated(Tensor x, str activation, str name) -> (Tensor, Tensor)",
     "activated_gemm(Tensor x, str activation, str name, Tensor data, Tensor scale, Tensor? bias, "
     "str route) -> Tensor",
-    "activated_product(Tensor? a, Tensor data, Tensor scale, Tensor? bias, str route, str "
-    "activation, Tensor? left=None, Tensor? left_scales=None) -> Tensor",
+    "rectified_product(Tensor? a, Tensor data, Tensor scale, Tensor? bias, str route, "
+    "Tensor? left=None, Tensor? left_scales=None) -> Tensor",
     "norm_gradient(Tensor dd, Tensor y, Tensor? bias, Tensor? norm_weight, Tensor? norm_bias, str "
     "norm, str activation, float eps) -> (Tensor, Tensor)",
     "bias_gradient(Tensor grad, Tensor bias) -> Tensor",

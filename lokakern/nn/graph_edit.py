@@ -65,7 +65,7 @@ def is_written(x: fx.Node, *, but: frozenset[fx.Node] = frozenset()) -> bool:
     Products of FP8 do not count, whose operands Inductor's kernels quantize.
     """
     ops = torch.ops.lokakern
-    quantizing = (ops.routed_gemm.default, ops.activated_product.default)
+    quantizing = (ops.routed_gemm.default, ops.rectified_product.default)
     for reader in x.users.keys() - but:
         is_ours = getattr(reader.target, "namespace", "") == "lokakern"
         is_ours = is_ours and reader.target not in quantizing

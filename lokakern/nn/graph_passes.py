@@ -54,7 +54,7 @@ JOINT_PASSES: tuple[Callable[[fx.Graph], None], ...] = (
     attend_in_training, add_in_products, write_in_float32, sum_few_terms,
 )  # fmt: skip
 OPS = (
-    "routed_gemm", "activated_gemm", "activated_product", "routed_chain", "weight_gradient",
+    "routed_gemm", "activated_gemm", "rectified_product", "routed_chain", "weight_gradient",
     "wide_weight_gradient", "norm_gradient", "bias_gradient", "logit",
 )  # fmt: skip
 # A pass of this class is told whether a graph is of inference; earlier torch has none.

@@ -99,19 +99,17 @@ def fuse_quantizers() -> None:
         given = () if is_usual else (left, left_scales, left_scale, apart)
         return call(a, b, data, scale, bias, route, *given)
 
-    call_activated = called("activated_product")
+    call_product = called("rectified_product")
 
-    def activated(
-        a: Any, data: Any, scale: Any, bias: Any, route: str, activation: str
-    ) -> Any:  # fmt: skip
+    def rectifying(a: Any, data: Any, scale: Any, bias: Any, route: str) -> Any:
         form = _form(a, route)
         left, left_scales = quantized(a, form, route)
         if left is None:
             left, left_scales = quantize(a, form)
-        return call_activated(None, data, scale, bias, route, activation, left, left_scales)
+        return call_product(None, data, scale, bias, route, left, left_scales)
 
     ops = torch.ops.lokakern
-    register_lowering(ops.activated_product.default, type_promotion_kind=None)(activated)
+    register_lowering(ops.rectified_product.default, type_promotion_kind=None)(rectifying)
     register_lowering(ops.routed_gemm.default, type_promotion_kind=None)(lowered)
     for name in ("activated_gemm", "weight_gradient", "wide_weight_gradient", "routed_chain"):
         op = getattr(ops, name).default
@@ -250,10 +248,10 @@ def activated_gemm(*given: Any) -> Tensor:
     return _called("lokakern::activated_gemm", torch.ops.lokakern.activated_gemm.default, given)
 
 
-def activated_product(*given: Any) -> Tensor:
-    """``torch.ops.lokakern.activated_product``."""
-    op = torch.ops.lokakern.activated_product.default
-    return _called("lokakern::activated_product", op, given)
+def rectified_product(*given: Any) -> Tensor:
+    """``torch.ops.lokakern.rectified_product``."""
+    op = torch.ops.lokakern.rectified_product.default
+    return _called("lokakern::rectified_product", op, given)
 
 
 def weight_gradient(*given: Any) -> Tensor:
@@ -303,7 +301,7 @@ def _readers(node: torch.fx.Node) -> int:
     operand = node.args[0]
     assert isinstance(operand, torch.fx.Node)
     ops = torch.ops.lokakern
-    products = (ops.routed_gemm.default, ops.activated_product.default)
+    products = (ops.routed_gemm.default, ops.rectified_product.default)
     return sum(x.target in products and x.args[0] is operand for x in operand.users)
 
 

@@ -38,8 +38,8 @@ def rectify_in_products(graph: fx.Graph) -> None:
             continue
         a, _, data, scale, bias, route = product.args[:6]
         with graph.inserting_before(product):
-            op = torch.ops.lokakern.activated_product.default
-            made = add(graph, op, a, data, scale, bias, route, "relu")
+            op = torch.ops.lokakern.rectified_product.default
+            made = add(graph, op, a, data, scale, bias, route)
         with graph.inserting_before(last):
             shape = list(last.meta["val"].shape)
             is_whole = shape == list(made.meta["val"].shape)

@@ -497,11 +497,11 @@ def _activated_gemm_fake(
     return _empty(x, None, data)
 
 
-def _activated_product(
+def _rectified_product(
     a: Tensor | None, data: Tensor, scale: Tensor, bias: Tensor | None, route: str,
-    activation: str, left: Tensor | None = None, left_scales: Tensor | None = None,
+    left: Tensor | None = None, left_scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """``activation(a @ b + bias)`` by the GEMM of a route's kernel at this m.
+    """``relu(a @ b + bias)`` by the GEMM of a route's kernel at this m, which has one.
 
     Args:
         a: As of `multiply`, as the other arguments; None with ``left``.
@@ -509,19 +509,18 @@ def _activated_product(
         scale: The scales of ``data``.
         bias: ``[n]``, or None.
         route: The route.
-        activation: One that the GEMM's epilogue has.
         left: a in FP8.
         left_scales: The scales of ``left``.
     """
     if left is None:
         assert a is not None
         left, left_scales = _quantize_weight(row_major(a, apart=True), read_route(route)[0].value)
-    return _multiply(None, None, data, scale, bias, route, left, left_scales, activation=activation)
+    return _multiply(None, None, data, scale, bias, route, left, left_scales, rectifies=True)
 
 
-def _activated_product_fake(
+def _rectified_product_fake(
     a: Tensor | None, data: Tensor, scale: Tensor, bias: Tensor | None, route: str,
-    activation: str, left: Tensor | None = None, left_scales: Tensor | None = None,
+    left: Tensor | None = None, left_scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     whole = left if a is None else a
     assert whole is not None
@@ -547,11 +546,11 @@ def _multiply(
     apart: bool = False,
     *,
     is_wide: bool = False,
-    activation: str = "none",
+    rectifies: bool = False,
 ) -> Tensor:
     """See `multiply`; ``left`` and ``data`` replace a and b of None.
 
-    A wide result of a kernel is float32; one without a kernel is bfloat16. With an activation,
+    A wide result of a kernel is float32; one without a kernel is bfloat16. If it ``rectifies``,
     ``left`` is given, and m is one that the route has a kernel for.
     """
     whole = left if a is None else a
@@ -586,7 +585,7 @@ def _multiply(
         if left is not None:
             if left_scales is None:
                 left_scales = equal_scales(kernel.granularity, left, left_scale)
-            _launch_scaled(kernel, left, left_scales, right, out, bias, activation)
+            _launch_scaled(kernel, left, left_scales, right, out, bias, rectifies)
             if loaded.watch is not None:
                 loaded.watch.see(a, b, out, bias, kernel.name)
             return out
@@ -627,11 +626,11 @@ def _dequantized(
 
 def _launch_scaled(
     kernel: Kernel, left: Tensor, scales: Tensor, right: QuantizedTensor, out: Tensor,
-    bias: Tensor | None, activation: str = "none",
+    bias: Tensor | None, rectifies: bool = False,
 ) -> None:  # fmt: skip
     """Launch the GEMM of a composition on a quantized left operand."""
     multiply = KERNELS[kernel.parts[-1]]
-    extra = () if activation == "none" else (Epilogue(activation),)
+    extra = (Epilogue("relu"),) if rectifies else ()
     workspace = multiply.workspace(left, scales, *right.transpose, None, None, *extra)
     with torch.autocast(left.device.type, enabled=False):
         multiply.launch(left, scales, *right.transpose, out, bias, workspace, *extra)
@@ -952,11 +951,11 @@ recorded_op(
 )
 recorded_op(
     _LIBRARY,
-    "activated_product(Tensor? a, Tensor data, Tensor scale, Tensor? bias, str route, "
-    "str activation, Tensor? left=None, Tensor? left_scales=None) -> Tensor",
-    _activated_product,
+    "rectified_product(Tensor? a, Tensor data, Tensor scale, Tensor? bias, str route, "
+    "Tensor? left=None, Tensor? left_scales=None) -> Tensor",
+    _rectified_product,
 )
-torch.library.register_fake("lokakern::activated_product", _activated_product_fake, lib=_LIBRARY)
+torch.library.register_fake("lokakern::rectified_product", _rectified_product_fake, lib=_LIBRARY)
 torch.library.register_fake("lokakern::activated_gemm", _activated_gemm_fake, lib=_LIBRARY)
 torch.library.register_fake("lokakern::quantize_activated", _quantize_activated_fake, lib=_LIBRARY)
 torch.library.register_fake("lokakern::routed_gemm", _multiply_fake, lib=_LIBRARY)

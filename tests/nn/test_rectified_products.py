@@ -22,7 +22,7 @@ from tests.support.routed_layers import BY_ROW, ROUTE, layer_of
 from tests.support.traced_graphs import passed
 
 M, N, K = 48, 64, 32
-OP = "ops.lokakern.activated_product"
+OP = "ops.lokakern.rectified_product"
 WEIGHT = torch.randn(N, 8, generator=torch.Generator().manual_seed(3)).bfloat16()
 
 
@@ -148,7 +148,7 @@ def test_generated_code_quantizes_an_operand_once() -> None:
 
     with torch.no_grad():
         (code,) = codes_of(run, rows())
-    assert code.count("lokakern_activated_product(None, ") == 1
+    assert code.count("lokakern_rectified_product(None, ") == 1
     assert code.count("lokakern_routed_gemm(None, ") == 1
     assert code.count("quantize_weight") == 0
 
@@ -157,7 +157,7 @@ def test_generated_code_quantizes_an_input_by_a_kernel() -> None:
     linear = layer()
     with torch.no_grad():
         (code,) = codes_of(lambda x: F.relu(linear(x)) @ WEIGHT, rows())
-    assert code.count("lokakern_activated_product(None, ") == 1
+    assert code.count("lokakern_rectified_product(None, ") == 1
     assert code.count("torch.ops.lokakern.quantize_weight") == 1
 
 
@@ -174,5 +174,5 @@ def test_on_a_gpu_the_product_computes_the_relu() -> None:
     with torch.no_grad(), torch.profiler.profile() as found:
         y = torch.compile(run, dynamic=False)(x)
         separate = run(x)
-    assert any(event.name == "lokakern::activated_product" for event in found.events())
+    assert any(event.name == "lokakern::rectified_product" for event in found.events())
     torch.testing.assert_close(y, separate, rtol=0.03, atol=0.03)
