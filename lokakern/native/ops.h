@@ -12,7 +12,7 @@ inline constexpr const char* kOps[] = {"gemm", "routed_gemm", "weight_gradient",
                                        "wide_weight_gradient", "quantize_weight",
                                        "quantize_activated", "activated_gemm",
                                        "rectified_product", "norm_gradient",
-                                       "bias_gradient", "routed_chain",
+                                       "bias_gradient", "routed_chain", "quantized_chain",
                                        "gemm_norm", "gemm_norm_scaled", "norm_quantize",
                                        "norm_quantize_scaled", "scaled_gemm", "quantize",
                                        "quantize_static", "quantize_transpose",
@@ -37,6 +37,7 @@ inline constexpr const char* kSchemas[] = {
     "norm, str activation, float eps) -> (Tensor, Tensor)",
     "bias_gradient(Tensor grad, Tensor bias) -> Tensor",
     "routed_chain(Tensor x, Tensor?[] operands, str plan) -> Tensor",
+    "quantized_chain(Tensor data, Tensor scales, Tensor?[] operands, str plan) -> Tensor",
     "gemm_norm(Tensor a, Tensor? a_scale, str a_granularity, Tensor b, Tensor? b_scale, Tensor? "
     "source, str b_granularity, Tensor? bias, Tensor? norm_weight, Tensor? norm_bias, Tensor? "
     "residual, Tensor? gate, Tensor? x0, Tensor? x, str norm, float eps, str activation, bool "

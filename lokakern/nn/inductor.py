@@ -31,8 +31,8 @@ from lokakern.native import NATIVE
 from lokakern.nn import bias_gradient as _bias_gradient  # noqa: F401  # defines its op
 from lokakern.nn import logit as _logit  # noqa: F401  # defines its op
 from lokakern.nn import norm_gradient as _norm_gradient  # noqa: F401  # defines its op
-from lokakern.nn import routed_chain as _  # noqa: F401  # defines its op
 from lokakern.nn import routed_matmul
+from lokakern.nn.routed_chain import form_of_input  # and its module defines ops
 from lokakern.types import GROUP, Granularity
 
 
@@ -66,18 +66,17 @@ def fuse_quantizers() -> None:
         _made(ir, V.graph, quantize_op)
         return found
 
-    def quantized(a: Any, form: str, route: str) -> tuple[Any, Any]:
+    def quantized(a: Any, form: str, quantizer: str) -> tuple[Any, Any]:
         """The operand in FP8, once for all readers, or None if the product is to quantize it.
 
-        By Inductor where it computes a, and else by a kernel if other products read a, too.
+        By Inductor where it computes a, and else by a kernel if others read a so, too.
         """
         is_fused = (
             _is_generated(ir, a)
-            and not _reads_once(a, route)
+            and not routed_matmul.is_left_to_kernel(quantizer, int(a.get_size()[1]))
             and not _is_summed_over_rows(V.graph.current_node)
         )
-        readers = _readers(V.graph.current_node)
-        if not is_fused and readers == 1:
+        if not is_fused and _readers(V.graph.current_node, a, form) == 1:
             return None, None
         key = (V.graph.current_node.args[0], form)
         known = V.graph.__dict__.setdefault("lokakern_quantized", {})
@@ -89,9 +88,9 @@ def fuse_quantizers() -> None:
         a: Any, b: Any, data: Any, scale: Any, bias: Any, route: str, left: Any = None,
         left_scales: Any = None, left_scale: str = "", apart: bool = False,
     ) -> Any:  # fmt: skip
-        form = "" if a is None else _form(a, route)
+        form, quantizer = ("", "") if a is None else _form(a, route)
         if form and left is None:
-            left, left_scales = quantized(a, form, route)
+            left, left_scales = quantized(a, form, quantizer)
         reads_operands = sampled_check.is_checked(route) or routed_matmul.has_switch(route)
         if form and left is not None and not reads_operands:
             a, b = None, b if data is None else None
@@ -102,8 +101,8 @@ def fuse_quantizers() -> None:
     call_product = called("rectified_product")
 
     def rectifying(a: Any, data: Any, scale: Any, bias: Any, route: str) -> Any:
-        form = _form(a, route)
-        left, left_scales = quantized(a, form, route)
+        form, quantizer = _form(a, route)
+        left, left_scales = quantized(a, form, quantizer)
         if left is None:
             left, left_scales = quantize(a, form)
         return call_product(None, data, scale, bias, route, left, left_scales)
@@ -111,7 +110,17 @@ def fuse_quantizers() -> None:
     ops = torch.ops.lokakern
     register_lowering(ops.rectified_product.default, type_promotion_kind=None)(rectifying)
     register_lowering(ops.routed_gemm.default, type_promotion_kind=None)(lowered)
-    for name in ("activated_gemm", "weight_gradient", "wide_weight_gradient", "routed_chain"):
+    call_chain, call_quantized_chain = called("routed_chain"), called("quantized_chain")
+
+    def chain(x: Any, operands: Any, plan: str) -> Any:
+        form, quantizer = _form(x, plan, form_of_input)
+        # Alone it has launches of its own for that, whose times are those of the chain.
+        if form and _readers(V.graph.current_node, x, form) > 1:
+            return call_quantized_chain(*quantized(x, form, quantizer), operands, plan)
+        return call_chain(x, operands, plan)
+
+    register_lowering(ops.routed_chain.default, type_promotion_kind=None)(chain)
+    for name in ("activated_gemm", "weight_gradient", "wide_weight_gradient"):
         op = getattr(ops, name).default
         register_lowering(op, type_promotion_kind=None)(called(name))
     call_gradient, call_sums = called("norm_gradient"), called("bias_gradient")
@@ -281,28 +290,49 @@ def routed_chain(*given: Any) -> Tensor:
     return _called("lokakern::routed_chain", torch.ops.lokakern.routed_chain.default, given)
 
 
+def quantized_chain(*given: Any) -> Tensor:
+    """``torch.ops.lokakern.quantized_chain``."""
+    op = torch.ops.lokakern.quantized_chain.default
+    return _called("lokakern::quantized_chain", op, given)
+
+
 def _called(name: str, op: Callable[..., Tensor], given: tuple[Any, ...]) -> Tensor:
     call = NATIVE.call_op
     found = None if call is None else call(name, *given)
     return op(*given) if found is None else found
 
 
-def _form(a: Any, route: str) -> str:
-    """Granularity in which the route's kernel reads a quantized left operand, or ""."""
+def _form_of_left(route: str, m: int, k: int) -> tuple[str, str]:
+    form = routed_matmul.form_of_left(route, m, k)
+    return (form, routed_matmul.quantizer_at(route, m)) if form else ("", "")
+
+
+def _form(a: Any, text: Any, form_at: Callable[..., tuple[str, str]] = _form_of_left) -> Any:
+    """Granularity in which kernels of a route or a plan read a, and their quantizer, or ""."""
     try:
         m, k = (int(size) for size in a.get_size())
     except TypeError:  # a symbol of a dynamic size
-        return ""
-    return routed_matmul.form_of_left(route, m, k)
+        return "", ""
+    return form_at(text, m, k)
 
 
-def _readers(node: torch.fx.Node) -> int:
-    """How many products read the left operand of a product."""
+def _readers(node: torch.fx.Node, a: Any, form: str) -> int:
+    """How many products and chains read the operand of this one in this form."""
     operand = node.args[0]
     assert isinstance(operand, torch.fx.Node)
     ops = torch.ops.lokakern
-    products = (ops.routed_gemm.default, ops.rectified_product.default)
-    return sum(x.target in products and x.args[0] is operand for x in operand.users)
+    texts: dict[Any, tuple[int, Callable[..., tuple[str, str]]]] = {
+        ops.routed_gemm.default: (5, _form_of_left),
+        ops.rectified_product.default: (4, _form_of_left),
+        ops.routed_chain.default: (2, form_of_input),
+    }
+    of_readers = (
+        (x.args[place], form_at)
+        for x in operand.users
+        if x.target in texts and x.args[0] is operand
+        for place, form_at in (texts[x.target],)
+    )
+    return sum(_form(a, text, form_at)[0] == form for text, form_at in of_readers)
 
 
 def _is_summed_over_rows(node: torch.fx.Node) -> bool:
@@ -316,10 +346,6 @@ def _is_summed_over_rows(node: torch.fx.Node) -> bool:
     return any(
         x.target is sums or (x.target is total and x.args[1] in ([0], [-2])) for x in operand.users
     )
-
-
-def _reads_once(a: Any, route: str) -> bool:
-    return routed_matmul.is_left_to_kernel(route, *map(int, a.get_size()))
 
 
 def _is_generated(ir: Any, x: Any) -> bool:

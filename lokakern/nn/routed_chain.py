@@ -24,12 +24,12 @@ from lokakern.functional.quantize import dequantize
 from lokakern.functional.static_scale import new_bound_scale
 from lokakern.native import NATIVE, recorded_op
 from lokakern.nn.block_rms_norm import block_rms_norm
-from lokakern.nn.chain_plan import ChainLayer, read_plan, steps_at
-from lokakern.nn.routed_matmul import OPS, dtype_of, equal_scales, fp8_on, row_major
+from lokakern.nn.chain_plan import ChainLayer, Steps, read_plan, steps_at
+from lokakern.nn.routed_matmul import OPS, dtype_of, equal_scales, fp8_on, laid_out, row_major
 from lokakern.norm import Norm, largest
 from lokakern.numerics import SMALLEST_SCALE
 from lokakern.quantized_tensor import pitch_of
-from lokakern.registry.register import Kernel, fp8_format
+from lokakern.registry.register import KERNELS, Kernel, fp8_format, kernel_named, load_kernels
 from lokakern.types import Format, Granularity, NormEpilogue, QuantizedTensor
 
 _LIBRARY = torch.library.Library("lokakern", "FRAGMENT")
@@ -97,14 +97,43 @@ class _Form(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def _steps(plan: str, m: int, device: torch.device) -> tuple[_Step, ...]:
+def _steps(
+    plan: str, m: int, device: torch.device, is_quantized: bool = False
+) -> tuple[_Step, ...]:
     layers, *_ = read_plan(plan)
     found = []
-    for step in steps_at(plan, m):
+    for step in _behind_quantizer(plan, m)[1] if is_quantized else steps_at(plan, m):
         kernel, layer = kernel_on(step.kernel, device), layers[step.place]
         columns = layer.n if kernel.op == "gemm_norm" else layer.k
         found.append(_Step(step.place, kernel, step.reads, step.weight, step.writes, columns))
     return tuple(found)
+
+
+@functools.lru_cache(maxsize=4096)
+def _behind_quantizer(plan: str, m: int) -> tuple[str, Steps]:
+    """The quantizer of the input at m, and the launches behind it; "" and none without one."""
+    load_kernels()
+    steps = steps_at(plan, m)
+    name = steps[0].kernel if steps else ""
+    quantizer, _, rest = name.partition("+")
+    if not name or KERNELS[quantizer].op != "quantize":
+        return "", ()
+    if not rest:
+        return quantizer, steps[1:]
+    if rest not in KERNELS:
+        return "", ()
+    reads = kernel_named(name).granularity
+    return quantizer, (steps[0]._replace(kernel=rest, reads=reads), *steps[1:])
+
+
+def form_of_input(plan: str, m: int, k: int) -> tuple[str, str]:
+    """Granularity in which a plan's launches at m read a quantized input, and their quantizer.
+
+    Both are "" if none quantizes it, or the layout of data and scales would not fit the kernel.
+    """
+    quantizer, steps = _behind_quantizer(plan, m)
+    form = laid_out(steps[0].reads, m, k) if steps else ""
+    return (form, quantizer) if form else ("", "")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -162,14 +191,33 @@ def _chain(x: Tensor, operands: Sequence[Tensor | None], plan: str) -> Tensor:
         steps = _steps(plan, m, x.device)
         if steps:
             with scratch.of_one_call():
-                return _launched(x, layers, forms, given, steps)
+                return _launched(row_major(x.detach()), x.dtype, layers, forms, given, steps)
         for layer, form, tensors in zip(layers, forms, given, strict=True):
             x = _unquantized(x, layer, form, tensors)
         return x
 
 
+def _quantized_chain(
+    data: Tensor, scales: Tensor, operands: Sequence[Tensor | None], plan: str
+) -> Tensor:
+    """See `run_chain`, of an input in FP8 as `form_of_input` names it.
+
+    Args:
+        data: ``[m, k]``, at an m at which the plan quantizes its input.
+        scales: Of ``data``, float32.
+        operands: As of `run_chain`.
+        plan: As of `run_chain`.
+    """
+    layers, *_ = read_plan(plan)
+    forms, steps = _forms(plan), _steps(plan, len(data), data.device, is_quantized=True)
+    x, given = QuantizedTensor(data, scales, steps[0].reads), _operands_of(operands, forms)
+    with torch.autocast(data.device.type, enabled=False), scratch.of_one_call():
+        return _launched(x, dtype_of(plan), layers, forms, given, steps)
+
+
 def _launched(
-    x: Tensor,
+    x: Matrix,
+    half: torch.dtype,
     layers: Sequence[ChainLayer],
     forms: Sequence[_Form],
     given: Sequence[LayerOperands],
@@ -177,18 +225,18 @@ def _launched(
 ) -> Tensor:
     """The launches of a chain; tensors between layers are new in each call."""
     m, device, fp8 = x.shape[0], x.device, fp8_on(x.device)
-    written: Matrix = row_major(x.detach())
+    written, like = x, x.data if isinstance(x, QuantizedTensor) else x
     known = ""  # the static scale of what was written, if it depends on no tensor
     for step in steps:
         layer, form, tensors = layers[step.place], forms[step.place], given[step.place]
         left = read_as(written, step.reads) if not known else _spread(written, step.reads, known)
         scale, known = None, ""
         if step.writes is Granularity.TENSOR and step.kernel.op == "gemm_norm":
-            scale, known = _static_scale(x, layer, form, tensors)
-        out = empty_matrix(m, step.columns, step.writes, scale, fp8, device, x.dtype)
+            scale, known = _static_scale(like, layer, form, tensors)
+        out = empty_matrix(m, step.columns, step.writes, scale, fp8, device, half)
         right, epilogue = None, NormEpilogue()
         if step.kernel.op == "gemm_norm":
-            right = _right(layer, tensors, step.weight, fp8, x.dtype)
+            right = _right(layer, tensors, step.weight, fp8, half)
             vectors = (tensors.bias, tensors.norm_weight, tensors.norm_bias)
             is_crossed = form.last == CROSS
             epilogue = NormEpilogue(form.norm, *vectors, "none" if is_crossed else form.last)
@@ -280,10 +328,22 @@ def _unquantized(x: Tensor, layer: ChainLayer, form: _Form, tensors: LayerOperan
     return y if form.last == "none" else _ACTIVATIONS[form.last](y)
 
 
+def _quantized_chain_fake(
+    data: Tensor, scales: Tensor, operands: Sequence[Tensor | None], plan: str
+) -> Tensor:
+    return _chain_fake(data, operands, plan)
+
+
 def _chain_fake(x: Tensor, operands: Sequence[Tensor | None], plan: str) -> Tensor:
     layers, *_ = read_plan(plan)
     return x.new_empty((x.shape[0], layers[-1].n), dtype=dtype_of(plan))
 
 
 recorded_op(_LIBRARY, "routed_chain(Tensor x, Tensor?[] operands, str plan) -> Tensor", _chain)
+recorded_op(
+    _LIBRARY,
+    "quantized_chain(Tensor data, Tensor scales, Tensor?[] operands, str plan) -> Tensor",
+    _quantized_chain,
+)
 torch.library.register_fake("lokakern::routed_chain", _chain_fake, lib=_LIBRARY)
+torch.library.register_fake("lokakern::quantized_chain", _quantized_chain_fake, lib=_LIBRARY)

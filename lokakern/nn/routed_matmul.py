@@ -443,15 +443,24 @@ def form_of_left(route: str, m: int, k: int) -> str:
         return ""
     load_kernels()
     kernel = kernel_named(name)
-    whole = {Granularity.ROW: 1, Granularity.GROUP: GROUP}.get(kernel.granularity, 0)
-    fits = bool(m and kernel.parts and whole) and m % 4 == k % max(whole, 1) == 0
-    fits = fits and pitch_of(k) == k  # a compiler leaves no gaps between rows
-    return kernel.granularity.value if fits else ""
+    return laid_out(kernel.granularity, m, k) if kernel.parts else ""
 
 
-def is_left_to_kernel(route: str, m: int, k: int) -> bool:
-    """Whether the composition's quantizer is faster than a compiler's for k columns."""
-    return k > LONGEST_HERE and kernel_named(kernel_at(route, m)).parts[0] in READS_ONCE
+def laid_out(scales: Granularity, m: int, k: int) -> str:
+    """The granularity, or "" if a compiler's data and scales of it would not fit kernels."""
+    whole = {Granularity.ROW: 1, Granularity.GROUP: GROUP}.get(scales, 0)
+    fits = bool(m and whole) and m % 4 == k % max(whole, 1) == 0
+    return scales.value if fits and pitch_of(k) == k else ""  # it leaves no gaps between rows
+
+
+def quantizer_at(route: str, m: int) -> str:
+    """Name of the quantizer of a route's kernel at m, which `form_of_left` has a form of."""
+    return kernel_named(kernel_at(route, m)).parts[0]
+
+
+def is_left_to_kernel(quantizer: str, k: int) -> bool:
+    """Whether a quantizer is faster than a compiler's for k columns."""
+    return k > LONGEST_HERE and quantizer in READS_ONCE
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
 
 from lokakern import mods, numerics
 from lokakern.chain.candidates import Chain, Layer, Step
@@ -22,12 +23,13 @@ from lokakern.nn.adoption import Chosen, apply_choice, remove_choice
 from lokakern.nn.chain_plan import ChainLayer, ChainStep, plan_text
 from lokakern.nn.linear import Linear
 from lokakern.nn.linear_norm_act import LinearNormAct
-from lokakern.nn.routed_chain import WIDTH
+from lokakern.nn.routed_chain import WIDTH, form_of_input
 from lokakern.nn.static_handoff import BoundedSequential, remove_handoff, set_handoff
 from lokakern.registry.register import KERNELS, kernel_named, load_kernels
 from lokakern.types import Granularity
 from tests.support import native
-from tests.support.routed_layers import BY_ROW, ROUTES, rows
+from tests.support.routed_layers import BY_ROW, ROUTES, rows, same
+from tests.support.routed_layers import layer_of as layer_by
 
 NONE, TENSOR, ROW, GROUP, BLOCK = (
     Granularity.NONE, Granularity.TENSOR, Granularity.ROW, Granularity.GROUP, Granularity.BLOCK
@@ -606,6 +608,59 @@ def test_compiled_models_have_one_op(backend: str) -> None:
         assert torch.equal(compiled(x), model(x))
         few = compiled(x[:5])  # compiled for 5 rows: the modules
         assert torch.allclose(few, one_by_one(model, x[:5]), rtol=0.02, atol=0.02)
+
+
+APART = (step(0, "cuda.quantize_row", (NONE, NONE, ROW)), BY_ROWS[1]._replace(place=0, writes=ROW),
+         BY_ROWS[1])  # fmt: skip
+OF_THREE = (
+    BY_ROWS[0]._replace(kernel="cuda.quantize_row+cuda.scaled_gemm_row+cuda.norm_quantize"),
+    BY_ROWS[1],
+)
+
+
+@pytest.mark.parametrize("is_fused", [True, False])
+@pytest.mark.parametrize("steps", [BY_ROWS, APART, OF_THREE], ids=["whole", "apart", "three"])
+def test_an_input_that_others_read_is_quantized_once(
+    steps: tuple[ChainStep, ...], is_fused: bool
+) -> None:
+    """By Inductor where it computes it, else by one kernel; before or after the others."""
+    plan = plan_of(steps)
+    models, layer = [chained(plan=plan) for _ in range(2)], layer_by((BY_ROW, "", ""), n=32, k=K)
+    x = rows(48, K)
+    x[1], x[2, 3] = 0.0, float("nan")
+
+    def read(first: int, last: int) -> Callable[[Tensor], list[Tensor]]:
+        def call(x: Tensor) -> list[Tensor]:
+            x = x.relu() if is_fused else x
+            return [y(x).nan_to_num(7.0) for y in (models[0], layer, models[1])[first:last]]
+
+        return call
+
+    counts = [
+        (read(0, 3), (2, 0)), (read(0, 2), (1, 0)), (read(1, 3), (1, 0)),
+        (read(0, 1), (0, 1)),  # alone, it quantizes its input itself
+    ]  # fmt: skip
+    for call, expected in counts:
+        torch._dynamo.reset()
+        with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
+            compiled = torch.compile(call, fullgraph=True, dynamic=False)
+            found, (code,) = run_and_get_code(compiled, x)
+            assert same(found, call(x))
+        names = ("lokakern_quantized_chain(buf", "lokakern_routed_chain(")
+        assert tuple(map(code.count, names)) == expected
+        assert code.count("quantize_weight.default(") == (not is_fused and expected[0] > 0)
+
+
+def test_only_rows_that_kernels_read_are_quantized_ahead() -> None:
+    assert form_of_input(PLAN, 48, K) == ("row", "cuda.quantize_row")
+    by_group = plan_of((step(0, "cuda.quantize_group+cuda.gemm_norm_block", (NONE, BLOCK, ROW)),
+                        BY_ROWS[1]), (BLOCK, ROW))  # fmt: skip
+    assert form_of_input(by_group, 48, 128) == ("1x128", "cuda.quantize_group")
+    for plan, m, k in (
+        (PLAN, 15, K), (PLAN, 50, K), (PLAN, 48, 1000), (by_group, 48, K),
+        (plan_of(MIXED, (NONE, ROW)), 48, K),
+    ):  # fmt: skip
+        assert form_of_input(plan, m, k) == ("", "")
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
