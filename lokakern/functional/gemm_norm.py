@@ -530,7 +530,7 @@ def _check_differentiable(a: Matrix, plain: bool, out: Tensor | None) -> None:
     """
     reason = None
     if isinstance(a, QuantizedTensor):
-        reason = "a is quantized: pass it as bfloat16"
+        reason = "a is quantized: pass it unquantized"
     elif not plain:
         reason = "an FP8 output has no gradient: leave its format out"
     elif out is not None:

@@ -379,7 +379,7 @@ def _quantized_problem(a: QuantizedTensor, b: Tensor | QuantizedTensor) -> Probl
             found = "a QuantizedTensor without scales" if x is a else type(x).__name__
             raise FormatError(
                 f"gemm_norm: a is a QuantizedTensor and {name} is {found}; expected both quantized "
-                "(b is quantize(weight).t()), or a of bfloat16"
+                "(b is quantize(weight).t()), or a unquantized"
             )
     assert isinstance(b, QuantizedTensor)  # checked above
     if a.transposed or not b.transposed:
