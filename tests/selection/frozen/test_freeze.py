@@ -103,6 +103,7 @@ def write(path: Path, fp8_us: float = 4.0) -> Path:
             time(QUANTIZE, make_problem("quantize", (m, K)), 1.0)
         error(BF16, make_problem("gemm", (64, N, K)), 0.003)
         error(FP8, make_problem("gemm", (64, N, K)), 0.04)
+        error(FP8, make_problem("gemm", (64, N, K), a=Operand(Format.FLOAT16)), 0.04)
     return path
 
 
@@ -199,9 +200,10 @@ def test_frozen_choices_equal_choices_from_the_database(tmp_path: Path) -> None:
     assert answers() == before
 
 
-def test_gemm_is_bit_identical_with_frozen_choices(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gemm_is_bit_identical_with_frozen_choices(tmp_path: Path, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    x, w = torch.randn(512, K).bfloat16(), torch.randn(N, K).bfloat16()
+    x, w = torch.randn(512, K).to(dtype), torch.randn(N, K).to(dtype)
 
     def run() -> list[torch.Tensor]:
         weight = lokakern.prepare_weight(w, 0.06, (512, 512))
