@@ -8,7 +8,8 @@ The call runs on CuPy's current stream, or on the stream that an interface names
 order their own stream before and after torch's current one, as DLPack lets them.
 
 Calls with tensors never come here: `lokakern.native.replay` tries a replay first, and then looks at
-the type of the first operand.
+the type of the first operand. Nor do warm calls with CuPy's arrays: the C++ library, once `serve`
+gave it to this file, takes and gives such arrays itself.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import functools
 import importlib
 import inspect
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
@@ -262,6 +264,46 @@ def _found(op: str, x: Any) -> Library | None:
     return Library(packages[0], _of_dlpack if has_dlpack else _of_interface, give, _named)
 
 
+_BINDING = threading.Lock()
+_bind: Callable[..., Any] | None = None  # bind_arrays of the C++ library, where it is loaded
+_met: Library | None = None  # CuPy's, where one of its arrays was met
+
+
+def serve(bind: Callable[..., Any]) -> None:
+    """Let the C++ library replay calls with CuPy's arrays; `bind` is its ``bind_arrays``."""
+    global _bind
+    with _BINDING:
+        _bind = bind
+        if _met is not None:
+            _bind_cupy(bind, _met)
+
+
+def _bind_cupy(bind: Callable[..., Any], library: Library) -> Any:
+    """Returns whether C++ reads CuPy's arrays where they lie; else it asks for their attributes."""
+    import cupy
+    import numpy  # which CuPy needs
+
+    dtypes = [(numpy.dtype(x), getattr(torch, x)) for x in ("float32", "float16", "int32")]
+    # As in its from_dlpack: None without ml_dtypes, and where NumPy is too old.
+    bfloat16 = getattr(getattr(cupy._core, "dlpack", None), "bfloat16", None)
+    if bfloat16 is not None:
+        dtypes.append((numpy.dtype(bfloat16), torch.bfloat16))
+    return bind(
+        array=cupy.ndarray, quantized=QuantizedArray, library=library,
+        memory=cupy.cuda.UnownedMemory, pointer=cupy.cuda.MemoryPointer,
+        current=cupy.cuda.get_current_stream, entered=_entered, dtypes=dtypes,
+    )  # fmt: skip
+
+
+def _meet(library: Library) -> Library:
+    global _met
+    with _BINDING:
+        _met = library
+        if _bind is not None:
+            _bind_cupy(_bind, library)
+    return library
+
+
 @functools.cache
 def _cupy() -> Library:
     import cupy
@@ -278,7 +320,7 @@ def _cupy() -> Library:
         index = x.tensor.data.get_device() if type(x) is QuantizedArray else x.data.device_id
         return _stream(current(index).ptr, index)
 
-    return Library("cupy", take, lambda made: cupy.from_dlpack(to_capsule(made)), stream)
+    return _meet(Library("cupy", take, lambda made: cupy.from_dlpack(to_capsule(made)), stream))
 
 
 @functools.cache

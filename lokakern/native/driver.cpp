@@ -1,6 +1,7 @@
 // CUDA's driver, or HIP, loaded at first use: neither building nor loading this library needs them.
 #include "driver.h"
 
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <dlfcn.h>
 
 #include <mutex>
@@ -63,6 +64,8 @@ Driver loaded() {
 
 Driver replaced{};
 bool is_replaced = false;
+CurrentStream replaced_current = nullptr;
+ExchangeStream replaced_exchange = nullptr;
 
 void check(int failed, const std::string& doing) {
   if (failed) throw LaunchFailure(doing + ": " + error_text(failed));
@@ -117,6 +120,7 @@ PrimaryContext::PrimaryContext(int device) {
 PrimaryContext::~PrimaryContext() { call_driver("cuCtxSetCurrent", before_); }
 
 void* current_stream(int device) {
+  if (replaced_current) return replaced_current(device);
   using Current = int (*)(int32_t, void**);  // torch's C interface, see shim.h of AOTInductor
   static const Current current = [] {
     void* torch_cuda = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD);
@@ -128,6 +132,20 @@ void* current_stream(int device) {
   void* stream = nullptr;
   if (current(device, &stream)) throw LaunchFailure("torch has no current CUDA stream");
   return stream;
+}
+
+c10::Stream exchange_stream(c10::Stream stream) {
+  if (!replaced_exchange)
+    return c10::impl::VirtualGuardImpl(stream.device_type()).exchangeStream(stream);
+  return c10::Stream(c10::Stream::UNSAFE, stream.device(),
+                     replaced_exchange(stream.id(), stream.device_index()));
+}
+
+bool has_streams(c10::Device device) { return device.is_cuda() || replaced_exchange; }
+
+void use_streams(CurrentStream current, ExchangeStream exchange) {
+  replaced_current = current;
+  replaced_exchange = exchange;
 }
 
 bool is_capturing(void* stream) {

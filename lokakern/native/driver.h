@@ -1,5 +1,7 @@
 #pragma once
 
+#include <c10/core/Stream.h>
+
 #include <string>
 
 #include "plan.h"
@@ -40,6 +42,14 @@ int in_context(int device, const auto& call) {
 }
 // torch's, of a device that need not be the current one.
 void* current_stream(int device);
+// Makes a stream torch's current one of its device; returns the former.
+c10::Stream exchange_stream(c10::Stream stream);
+// Whether work on a device waits in streams.
+bool has_streams(c10::Device device);
+// Replaces torch's functions for streams, which name them by numbers; for tests without a GPU.
+using CurrentStream = void* (*)(int device);
+using ExchangeStream = int64_t (*)(int64_t id, int device);
+void use_streams(CurrentStream current, ExchangeStream exchange);
 bool is_capturing(void* stream);
 // Sets what this thread may call while others capture, CUstreamCaptureMode; returns the former.
 int exchange_capture_mode(int mode);

@@ -120,6 +120,8 @@ class Plan {
   // Allocates, launches, and appends the results. Raises LaunchFailure.
   void run(const Inputs& inputs, Results& results) const;
 
+  at::ScalarType result_dtype(size_t index) const { return results_[index].dtype; }
+
  private:
   struct State;
   at::Tensor tensor_of(const View& view, const State& state) const;

@@ -5,6 +5,7 @@
 
 #include <unordered_set>
 
+#include "arrays.h"
 #include "captured.h"
 #include "driver.h"
 #include "layer.h"
@@ -21,14 +22,25 @@ std::unordered_set<PyTypeObject*>* constant_types = nullptr;  // equal objects o
 PyObject* canonical = nullptr;  // dict: equal objects of one type share a place in signatures
 std::unordered_set<PyObject*>* kept = nullptr;  // the objects in it
 PyObject *s_data, *s_scale, *s_granularity, *s_transposed, *s_source, *s_budget,
-    *s_padded, *s_signature, *s_views;
+    *s_padded, *s_signature, *s_views, *s_out;
 
 struct Call {
+  // The first operand decides, as in `lokakern.arrays`.
+  enum Kind { kOfNothing, kOfTensors, kOfArrays };
   Words words;
   Inputs inputs;
   c10::SmallVector<PyObject*, 16> objects;  // of the inputs, borrowed
+  TakenArrays arrays;
+  Kind kind = kOfNothing;
+  bool has_quantized_tensor = false;
   bool has_grad = false;
   bool has_list = false;  // which other threads may change
+  size_t out = SIZE_MAX;  // the input that is an array to write to
+
+  bool is_of(Kind given) {
+    if (kind == kOfNothing) kind = given;
+    return kind == given;
+  }
 };
 
 // Keeps a call's tensors while other threads run, where its arguments do not.
@@ -73,6 +85,16 @@ bool add_tensor_object(PyObject* object, Call& call) {
   return true;
 }
 
+bool add_array(PyObject* object, Call& call) {
+  if (!call.is_of(Call::kOfArrays)) return false;
+  const at::Tensor* const tensor = call.arrays.add(object);
+  call.words.push_back(1);
+  if (!tensor || !add_tensor(*tensor, call.inputs, call.words)) return false;
+  call.inputs.push_back(tensor);
+  call.objects.push_back(object);
+  return true;
+}
+
 bool add_quantized(PyObject* object, Call& call) {
   call.words.push_back(7);
   for (PyObject* name : {s_data, s_scale, s_source, s_padded, s_granularity, s_transposed,
@@ -82,7 +104,8 @@ bool add_quantized(PyObject* object, Call& call) {
       PyErr_Clear();
       return false;
     }
-    const bool fits = add_object(value, call, 1);
+    const bool fits = THPVariable_CheckExact(value) ? add_tensor_object(value, call)
+                                                    : add_object(value, call, 1);
     Py_DECREF(value);  // the object keeps it
     if (!fits) return false;
   }
@@ -120,9 +143,19 @@ bool add_object(PyObject* object, Call& call, int depth) {
     call.words.push_back(0);
     return true;
   }
-  if (THPVariable_CheckExact(object)) return add_tensor_object(object, call);
-  if (reinterpret_cast<PyObject*>(Py_TYPE(object)) == quantized_type)
+  if (THPVariable_CheckExact(object))
+    return call.is_of(Call::kOfTensors) && add_tensor_object(object, call);
+  if (reinterpret_cast<PyObject*>(Py_TYPE(object)) == quantized_type) {
+    // Among arrays, too, such as a weight that was loaded from a file, but not before them.
+    if (!call.is_of(Call::kOfTensors)) call.has_quantized_tensor = true;
     return add_quantized(object, call);
+  }
+  if (Py_TYPE(object) == array_library().array) return add_array(object, call);
+  if (Py_TYPE(object) == array_library().quantized) {
+    PyObject* const tensor = call.is_of(Call::kOfArrays) ? tensor_of_quantized(object) : nullptr;
+    return tensor && reinterpret_cast<PyObject*>(Py_TYPE(tensor)) == quantized_type &&
+           add_quantized(tensor, call);
+  }
   if (PyFloat_CheckExact(object)) {
     int64_t bits = 0;
     const double number = PyFloat_AS_DOUBLE(object);
@@ -164,9 +197,12 @@ bool describe(int64_t function, PyObject* args, PyObject* kwargs, Call& call) {
     // Names in a call are interned.
     if (!PyUnicode_CHECK_INTERNED(name)) return false;
     call.words.push_back(reinterpret_cast<int64_t>(name));
+    if (name == s_out && Py_TYPE(value) == array_library().array) call.out = call.inputs.size();
     if (!add_object(value, call)) return false;
   }
   if (call.inputs.empty()) return false;
+  // Names do not tell which operand is the first.
+  if (call.has_quantized_tensor && !PyTuple_GET_SIZE(args)) return false;
   const c10::Device device = call.inputs[0]->device();
   for (const auto* x : call.inputs)
     if (x->device() != device) return false;
@@ -192,27 +228,45 @@ PyObject* quantized(PyObject* data, PyObject* scale, const Template& from) {
   return made;
 }
 
-PyObject* assemble(const Template& from, const Call& call, const Results& results) {
+// The result of a call with arrays that is an input: ``out`` itself, or another array.
+PyObject* returned_array(size_t index, const Call& call) {
+  const auto address = [&](size_t i) { return call.inputs[i]->unsafeGetTensorImpl()->data(); };
+  if (call.out >= call.inputs.size() || address(call.out) != address(index))
+    return give_array(*call.inputs[index]);
+  PyObject* const out = call.objects[call.out];
+  Py_INCREF(out);
+  return out;
+}
+
+PyObject* assemble(const Template& from, const Call& call, const Results& results,
+                   bool is_part = false) {
+  const bool gives_arrays = call.kind == Call::kOfArrays && !is_part;
   switch (from.kind) {
     case Template::kNone: Py_RETURN_NONE;
-    case Template::kTensor: return THPVariable_Wrap(results[from.index]);
+    case Template::kTensor:
+      return gives_arrays ? give_array(results[from.index]) : THPVariable_Wrap(results[from.index]);
     case Template::kInput: {
+      if (gives_arrays) return returned_array(static_cast<size_t>(from.index), call);
+      if (call.kind == Call::kOfArrays) return THPVariable_Wrap(*call.inputs[from.index]);
       PyObject* object = call.objects[from.index];
       Py_INCREF(object);
       return object;
     }
     case Template::kQuantized: {
-      PyObject* data = assemble(from.parts[0], call, results);
-      PyObject* scale = assemble(from.parts[1], call, results);
+      PyObject* data = assemble(from.parts[0], call, results, true);
+      PyObject* scale = assemble(from.parts[1], call, results, true);
       PyObject* made = data && scale ? quantized(data, scale, from) : nullptr;
       Py_XDECREF(data);
       Py_XDECREF(scale);
-      return made;
+      if (!made || !gives_arrays) return made;
+      PyObject* const array = quantized_of_tensor(made);
+      Py_DECREF(made);
+      return array;
     }
     case Template::kTuple: {
       PyObject* made = PyTuple_New(static_cast<Py_ssize_t>(from.parts.size()));
       for (size_t i = 0; made && i < from.parts.size(); ++i) {
-        PyObject* item = assemble(from.parts[i], call, results);
+        PyObject* item = assemble(from.parts[i], call, results, is_part);
         if (!item) {
           Py_CLEAR(made);
           break;
@@ -223,6 +277,19 @@ PyObject* assemble(const Template& from, const Call& call, const Results& result
     }
   }
   Py_RETURN_NONE;
+}
+
+// Whether a result can be put together of arrays; elsewhere Python says what is missing.
+bool gives_arrays(const Template& from, const Call& call, const Plan& plan) {
+  const auto fits = [&](const Template& part) { return gives_arrays(part, call, plan); };
+  switch (from.kind) {
+    case Template::kNone: return false;
+    case Template::kTensor: return has_dtype(plan.result_dtype(from.index));
+    case Template::kInput: return has_dtype(call.inputs[from.index]->scalar_type());
+    case Template::kQuantized: return true;
+    case Template::kTuple: return std::all_of(from.parts.begin(), from.parts.end(), fits);
+  }
+  return false;
 }
 
 // replay(function, args, kwargs): the result; None where there is no plan; or the signature as
@@ -239,11 +306,14 @@ PyObject* replay(PyObject*, PyObject* const* given, Py_ssize_t count) {
     Py_RETURN_NONE;
   if (call.has_grad && c10::GradMode::is_enabled()) Py_RETURN_NONE;
   const auto entry = book().find(call.words);
-  if (!entry->plan) {
-    if (!entry->is_recordable || ++entry->calls < 2) Py_RETURN_NONE;
+  const bool is_of_arrays = call.kind == Call::kOfArrays;
+  if (!entry->plan) {  // Python makes a call with arrays by one with tensors, which is recorded
+    if (is_of_arrays || !entry->is_recordable || ++entry->calls < 2) Py_RETURN_NONE;
     const std::string text = text_of(call.words);
     return PyBytes_FromStringAndSize(text.data(), static_cast<Py_ssize_t>(text.size()));
   }
+  const Template& result = static_cast<const PythonEntry&>(*entry).result;
+  if (is_of_arrays && !gives_arrays(result, call, *entry->plan)) Py_RETURN_NONE;
   Results results;
   const Held held(call);
   const auto name = [&] {
@@ -251,13 +321,15 @@ PyObject* replay(PyObject*, PyObject* const* given, Py_ssize_t count) {
   };
   try {
     SHOW_CALL("lokakern." + name());
+    std::optional<OnCurrentStream> on_stream;
+    if (is_of_arrays) on_stream.emplace(call.inputs[0]->device());
     const pybind11::gil_scoped_release others;  // a launch waits where the queue is full
     entry->plan->run(call.inputs, results);
   } catch (const LaunchFailure& error) {
     PyErr_SetString(launch_error, error.what());
     return nullptr;
   }
-  return assemble(static_cast<const PythonEntry&>(*entry).result, call, results);
+  return assemble(result, call, results);
   END_HANDLE_TH_ERRORS
 }
 
@@ -405,7 +477,8 @@ void set_names() {
   const std::pair<PyObject**, const char*> names[] = {
       {&s_data, "data"},     {&s_scale, "scale"},   {&s_granularity, "granularity"},
       {&s_source, "source"}, {&s_budget, "budget"}, {&s_transposed, "transposed"},
-      {&s_padded, "padded"}, {&s_signature, "_signature"}, {&s_views, "_transpose"}};
+      {&s_padded, "padded"}, {&s_signature, "_signature"}, {&s_views, "_transpose"},
+      {&s_out, "out"}};
   for (const auto& [place, name] : names) *place = PyUnicode_InternFromString(name);
 }
 
@@ -441,6 +514,28 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     for (const auto& constant : constants)
       constant_types->insert(reinterpret_cast<PyTypeObject*>(constant.inc_ref().ptr()));
   }, py::arg("type"), py::arg("error"), py::arg("constants") = py::tuple());
+  // See `lokakern.arrays`.
+  module.def("bind_arrays", [](py::object array, py::object quantized, py::object library,
+                               py::object memory, py::object pointer, py::object current,
+                               py::object entered,
+                               const std::vector<std::pair<py::object, at::ScalarType>>& dtypes,
+                               bool is_cuda) {
+    ArrayLibrary made;
+    made.array = reinterpret_cast<PyTypeObject*>(array.release().ptr());
+    made.quantized = reinterpret_cast<PyTypeObject*>(quantized.release().ptr());
+    made.library = library.release().ptr();
+    made.memory = memory.release().ptr();
+    made.pointer = pointer.release().ptr();
+    made.current = current.release().ptr();
+    made.entered = entered.release().ptr();
+    for (const auto& [object, dtype] : dtypes)
+      made.dtypes.emplace_back(object.inc_ref().ptr(), dtype);
+    made.is_cuda = is_cuda;
+    bind_arrays(std::move(made));
+    return array_library().has_known_layout;
+  }, py::arg("array"), py::arg("quantized"), py::arg("library"),
+     py::arg("memory"), py::arg("pointer"), py::arg("current"), py::arg("entered"),
+     py::arg("dtypes"), py::arg("is_cuda") = true);
   module.add_object("call_op", PyCFunction_New(&op_method, nullptr));
   module.add_object("call_layer", PyCFunction_New(&layer_method, nullptr));
   module.add_object("call_chain", PyCFunction_New(&chain_method, nullptr));
@@ -491,6 +586,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("use_driver", [](uint64_t launch, uint64_t encode, uint64_t fill) {
     use_driver(reinterpret_cast<LaunchKernel>(launch), reinterpret_cast<EncodeTiled>(encode),
                reinterpret_cast<Memset32>(fill));
+  });
+  module.def("use_streams", [](uint64_t current, uint64_t exchange) {
+    use_streams(reinterpret_cast<CurrentStream>(current),
+                reinterpret_cast<ExchangeStream>(exchange));
   });
   module.def("use_lt", &use_lt);
   module.def("lt_counts", [] {

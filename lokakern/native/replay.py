@@ -138,6 +138,7 @@ class _Native:
         """Use a loaded library from now on."""
         module.bind(QuantizedTensor, LaunchError, _CONSTANTS)
         scratch.on_owned(module.own)
+        arrays.serve(module.bind_arrays)
         self.module, self.reason = module, reason
         self.replay, self.call_layer = module.replay, module.call_layer
         self.call_op, self.call_chain = module.call_op, module.call_chain

@@ -1,4 +1,5 @@
 // One unit of translation, so that torch's headers are read once.
+#include "arrays.cpp"
 #include "captured.cpp"
 #include "driver.cpp"
 #include "layer.cpp"

@@ -7,6 +7,7 @@ NumPy and a library made for tests take the routes of DLPack on a CPU; CuPy, JAX
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 import sys
@@ -25,6 +26,7 @@ import lokakern
 from lokakern import arrays
 from lokakern.arrays import QuantizedArray
 from lokakern.errors import DeviceError, FormatError, LokakernError, ShapeError, UnsupportedError
+from lokakern.native import replay
 from lokakern.registry.snapshot.loading import load_snapshot
 from lokakern.selection import dispatcher
 from lokakern.types import QuantizedTensor
@@ -371,6 +373,61 @@ def test_results_of_cupy_have_torchs_bits(name: str, dtype: torch.dtype, cupy: A
             assert_torchs_bits(call, dtype, cupy.ndarray, cupy.from_dlpack, of_cupy, "cuda")
 
 
+def misses(call: Callable[[], Any]) -> tuple[Any, int]:
+    """A result, and how many calls of public functions had no replay."""
+    found: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        own = replay.NATIVE.replay
+        assert own is not None
+        patch.setattr(replay.NATIVE, "replay", lambda *x: found.append(own(*x)) or found[-1])
+        return call(), sum(x is None or type(x) is bytes for x in found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [x for x in (*CALLS, *OF_BFLOAT16) if x != "prepared"])
+def test_warm_calls_with_cupy_are_replayed_as_those_with_tensors(name: str, cupy: Any) -> None:
+    pytest.importorskip("ml_dtypes", reason="needs a GPU of a machine with it")
+    call = {**CALLS, **OF_BFLOAT16}[name]
+    of_torch = operands(torch.bfloat16, same, "cuda")
+    given = operands(torch.bfloat16, cupy.from_dlpack, "cuda")
+    by_number = name in ("fp8", "gemm_norm fp8", "norm_quantize")  # Python makes it a tensor
+    with native.in_use():
+        for _ in range(3):
+            call(given)
+        expected, missed = misses(lambda: call(of_torch))
+        result, cupys = misses(lambda: call(given))
+    if name in ("row-major", "gemm by names", "quantize") or not missed:
+        assert (missed, cupys) == (0, by_number)
+    assert cupys <= 2 * missed + by_number  # Python makes the call with arrays, and that it makes
+    assert all(map(torch.equal, bits(as_tensors(result, cupy.ndarray, of_cupy)), bits(expected)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_results_of_replays_are_laid_out_as_cupys(dtype: torch.dtype, cupy: Any) -> None:
+    pytest.importorskip("ml_dtypes", reason="needs a GPU of a machine with it")
+    a, b = (torch.randn(n, K, device="cuda").to(dtype) for n in (M, N))
+    x, w = cupy.from_dlpack(a), cupy.from_dlpack(b)
+    with native.in_use() as library:
+        assert arrays._bind_cupy(library.bind_arrays, arrays._cupy())
+        for rows in (slice(None), slice(0, 1), slice(None, None, 2), slice(3, 4)):
+            expected = lokakern.gemm(a[rows], b.T)
+            call = functools.partial(lokakern.gemm, x[rows], w.T)
+            own, _ = call(), call()
+            y, missed = misses(call)
+            assert missed == 0 and torch.equal(of_cupy(y), expected)
+            for name in ("shape", "dtype", "size", "nbytes", "ndim", "base", "device"):
+                assert getattr(y, name) == getattr(own, name), name
+            assert y.flags.c_contiguous and y.flags.f_contiguous == own.flags.f_contiguous
+            for axis, size in enumerate(y.shape):
+                assert size == 1 or y.strides[axis] == own.strides[axis]
+            kept = y.T[1:3]  # a view keeps the memory
+            del y, own
+            for _ in range(8):
+                torch.full_like(expected, float("nan"))
+            assert torch.equal(of_cupy(kept), expected.T[1:3])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["row-major", "prepared", "quantize", "static", "scaled_gemm"])
 def test_results_of_jax_have_torchs_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -405,14 +462,18 @@ def test_memory_of_cupy_is_not_copied(cupy: Any, monkeypatch: pytest.MonkeyPatch
     assert len(seen) == 2 and (y == K).all() and (out == K).all()
 
 
-def race(cupy: Any, convert: Callable[[Any], Any], calls: int = 4) -> None:
-    """Products on a stream that is late: what runs on another one reads zeros, or is too early."""
+def race(cupy: Any, convert: Callable[[Any], Any], calls: int = 5) -> int:
+    """Products on a stream that is late: what runs on another one reads zeros, or is too early.
+
+    Returns how many calls had no replay.
+    """
     stream = cupy.cuda.Stream(non_blocking=True)
     handle = torch.cuda.ExternalStream(stream.ptr)
     before = torch.cuda.current_stream()
     x, w = cupy.zeros((M, K), cupy.float32), cupy.ones((K, N), cupy.float32)
     expected = cupy.full((M, N), K, cupy.float32)
     cupy.cuda.Device().synchronize()
+    missed = 0
     with native.in_use():
         for call in range(calls):
             with stream:
@@ -420,16 +481,20 @@ def race(cupy: Any, convert: Callable[[Any], Any], calls: int = 4) -> None:
                 with torch.cuda.stream(handle):
                     torch.cuda._sleep(50_000_000)  # 25 ms
                 x.fill(call + 1)
-                y = cupy.asarray(lokakern.gemm(convert(x), convert(w)))
+                made, no_replay = misses(lambda: lokakern.gemm(convert(x), convert(w)))
+                missed += no_replay
+                y = cupy.asarray(made)
                 result = y * 1  # on the same stream, at once
             assert torch.cuda.current_stream() == before
             stream.synchronize()
             assert (result == expected * (call + 1)).all(), call
+    return missed
 
 
 @pytest.mark.gpu
 def test_a_call_runs_on_cupys_current_stream(cupy: Any) -> None:
-    race(cupy, lambda x: x)
+    # Two calls with arrays, and those with tensors that Python makes of them.
+    assert race(cupy, lambda x: x) == 4
 
 
 @pytest.mark.gpu
@@ -441,11 +506,15 @@ def test_a_call_runs_on_the_stream_that_an_interface_names(cupy: Any) -> None:
 def test_a_call_in_a_stream_of_torch_runs_on_cupys(cupy: Any) -> None:
     """CuPy's default stream is not torch's side stream."""
     x, w = cupy.zeros((M, K), cupy.float32), cupy.ones((K, N), cupy.float32)
-    torch.cuda._sleep(50_000_000)
-    x.fill(1)
-    with torch.cuda.stream(torch.cuda.Stream()):
-        y = lokakern.gemm(x, w)
-    assert (y == K).all()
+    side = torch.cuda.Stream()
+    with native.in_use():
+        for call in range(1, 5):
+            torch.cuda._sleep(50_000_000)
+            x.fill(call)
+            with torch.cuda.stream(side):
+                y = lokakern.gemm(x, w)
+                assert torch.cuda.current_stream() == side
+            assert (y == call * K).all()
 
 
 @pytest.mark.gpu
