@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,13 +10,14 @@ import torch
 
 from lokakern import numerics
 from lokakern.formats import Format
-from lokakern.kernels.cuda import scaled_gemm, scaled_gemm_fast, tiles
+from lokakern.kernels.cuda import scaled_gemm, scaled_gemm_fast, scaled_gemm_unaligned, tiles
 from lokakern.kernels.cuda.scaled_gemm_fast import FastTile, askew, macros_for, tile_of
 from lokakern.kernels.cuda.tiles import Kind, Tile
-from lokakern.registry.register import FAST_KERNEL_ERR_BOUND
+from lokakern.registry.register import FAST_KERNEL_ERR_BOUND, KERNELS, load_kernels
 from lokakern.types import PLAIN, Epilogue, Granularity, empty_data
 from lokakern.workloads.drawn_sizes import drawn_sizes
 
+load_kernels()
 H200_SMS = 132
 PLAIN_TILE = FastTile(128)
 TILES = (
@@ -154,3 +156,48 @@ def test_what_a_pair_copies_is_half_of_a_tile() -> None:
         99999, 600, 512, Kind("row"), FastTile(256, pairs=2), H200_SMS
     )
     assert most.grid == (132, 1, 1)
+
+
+@pytest.mark.parametrize("module", [scaled_gemm, scaled_gemm_unaligned])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_programs_of_the_same_bits_have_no_contraction(module: Any, dtype: torch.dtype) -> None:
+    """With a bias the sums of one row differed between tiles, so with the number of rows."""
+    n = 1032 if module is scaled_gemm else 1029
+    a, b = (torch.empty(rows, 1024, dtype=torch.float8_e4m3fn) for rows in (512, n))
+    out, bias = torch.empty(512, n, dtype=dtype), torch.empty(n)
+    for epilogue, given, options in (
+        (Epilogue(batch_invariant=True), bias, scaled_gemm_fast.OPTIONS),
+        (Epilogue(batch_invariant=True, activation="hardswish"), None, scaled_gemm_fast.OPTIONS),
+        (Epilogue(batch_invariant=True), None, ()),  # nothing is added
+        (PLAIN, bias, ()),
+    ):
+        kind = scaled_gemm._kind_of("row", (a,), b.t(), out, given, epilogue)
+        kind = kind._replace(direct=module is scaled_gemm_unaligned)
+        programs = {module.bind(n, 1024, tile, kind).program
+                    for tile in (Tile(64, warpgroups=1), Tile(128, resident=True))}  # fmt: skip
+        assert len(programs) == 2 and {x.options for x in programs} == {options}
+        half = {"half_" in Path(x.source).name for x in programs}
+        assert half == {dtype is torch.float16}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["cuda.scaled_gemm_row", "cuda.scaled_gemm_row_unaligned",
+                                  "cuda.scaled_gemm_row_fast"])  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_bits_of_a_row_with_a_bias_do_not_depend_on_the_others(
+    name: str, dtype: torch.dtype
+) -> None:
+    kernel = KERNELS[name]
+    n = 1029 if name.endswith("unaligned") else 1024
+    a, b = drawn(4096, n, 1024, 1)
+    bias = torch.randn(n, device="cuda")
+    seen = []
+    for m in (4096, 1000, 512, 64, 7):
+        for activation in ("none", "hardswish"):
+            epilogue = Epilogue(activation=activation, batch_invariant=True)
+            out = torch.empty(m, n, dtype=dtype, device="cuda")
+            operands = (a.data[:m], a.scale[:m], b.data.t(), b.scale, out, bias)
+            kernel.launch(*operands, (), epilogue)
+            seen.append((activation, out[:7]))
+    for activation, rows in seen:
+        assert torch.equal(rows, dict(seen[:2])[activation])
