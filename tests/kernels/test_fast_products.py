@@ -85,9 +85,9 @@ def test_a_tile_multiplies_every_size(tile: Tile) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("tile", [tile for tile in TILES if tile.parts == 1], ids=str)
 def test_a_tile_has_every_epilogue(tile: Tile) -> None:
-    m, n, k = 515, 1040, 1040
+    m, n, k = 515, 1040, 400 if tile.resident else 1040  # 256 columns of more do not stay
     a, b = drawn(m, n, k, 1)
     one = torch.tensor(0.02, device="cuda")
     x0, x = (torch.randn(m, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
@@ -107,10 +107,9 @@ def test_a_tile_has_every_epilogue(tile: Tile) -> None:
                 out.fill_(1.0)
             return launched(tile, a, b, out, bias, last).float()
 
-        if tile.parts == 1 and fits(tile, n, k, Kind("row", dtype.itemsize)):
-            found, expected = made(tile), made(PLAIN_TILE)
-            assert torch.equal(found, expected), (dtype, epilogue)
-            assert found.abs().sum() > 0
+        found, expected = made(tile), made(PLAIN_TILE)
+        assert torch.equal(found, expected), (dtype, epilogue)
+        assert found.abs().sum() > 0
 
 
 @pytest.mark.gpu
