@@ -296,12 +296,14 @@ def _bind_cupy(bind: Callable[..., Any], library: Library) -> Any:
 
 
 def _meet(library: Library) -> Library:
+    """Returns the library that was met first: two threads may meet CuPy at once."""
     global _met
     with _BINDING:
-        _met = library
-        if _bind is not None:
-            _bind_cupy(_bind, library)
-    return library
+        if _met is None:
+            _met = library
+            if _bind is not None:
+                _bind_cupy(_bind, library)
+        return _met
 
 
 @functools.cache

@@ -6,6 +6,7 @@
 #include <array>
 #include <numeric>
 #include <unordered_map>
+#include <utility>
 
 #include "driver.h"
 
@@ -321,6 +322,7 @@ const at::Tensor* TakenArrays::add(PyObject* array) {
   else
     items_.push_front({made_on(device, dtype), nullptr});
   Item& taken = items_.front();
+  Py_INCREF(array);
   taken.array = array;
   auto* const storage = storage_of(taken.tensor);
   storage->set_data_ptr_noswap({reinterpret_cast<void*>(facts.address), device});
@@ -332,19 +334,20 @@ const at::Tensor* TakenArrays::add(PyObject* array) {
 
 TakenArrays::~TakenArrays() {
   while (!items_.empty()) {
-    const Item& item = items_.front();
+    Item& item = items_.front();
+    PyObject* const array = std::exchange(item.array, nullptr);
     auto* const storage = storage_of(item.tensor);
-    if (item.tensor.use_count() == 1 && item.tensor.storage().use_count() == 1 &&
-        idle().size() < kMostIdle) {
-      idle().splice(idle().begin(), items_, items_.begin());
+    if (item.tensor.use_count() > 1 || item.tensor.storage().use_count() > 1) {
+      const at::DataPtr& memory = storage->data_ptr();
+      storage->set_data_ptr_noswap({memory.get(), array, let_go, memory.device()});
+      items_.pop_front();
       continue;
     }
-    if (item.tensor.use_count() > 1 || item.tensor.storage().use_count() > 1) {
-      Py_INCREF(item.array);
-      const at::DataPtr& memory = storage->data_ptr();
-      storage->set_data_ptr_noswap({memory.get(), item.array, let_go, memory.device()});
-    }
-    items_.pop_front();
+    if (idle().size() < kMostIdle)
+      idle().splice(idle().begin(), items_, items_.begin());
+    else
+      items_.pop_front();
+    Py_DECREF(array);
   }
 }
 

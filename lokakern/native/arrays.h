@@ -30,8 +30,8 @@ const ArrayLibrary& array_library();
 
 void bind_arrays(ArrayLibrary made);
 
-// The arrays of a call as tensors that share their memory. Arrays must live as long as this; where
-// something keeps a tensor or its memory longer, that keeps the array.
+// The arrays of a call as tensors that share their memory. This keeps the arrays; where something
+// keeps a tensor or its memory longer, that keeps the array.
 class TakenArrays {
  public:
   TakenArrays() = default;
@@ -43,7 +43,7 @@ class TakenArrays {
 
   struct Item {
     at::Tensor tensor;
-    PyObject* array;  // borrowed
+    PyObject* array;  // owned; null where idle
   };
 
  private:

@@ -434,7 +434,36 @@ def test_both_ways_to_meet_bind_cupys_arrays(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(arrays, "_met", None)
     arrays.serve("first")  # type: ignore[arg-type]
     assert bound == []
-    arrays._meet("cupy")  # type: ignore[arg-type]
+    assert arrays._meet("cupy") == "cupy"  # type: ignore[arg-type,comparison-overlap]
+    assert arrays._meet("again") == "cupy"  # type: ignore[arg-type,comparison-overlap]
     assert bound == ["first cupy"]
     arrays.serve("second")  # type: ignore[arg-type]
     assert bound == ["first cupy", "second cupy"]
+
+
+@replayed
+def first_of(slices: list[Tensor], out: Tensor) -> Tensor:
+    launching.__wrapped__(slices[0], out)  # type: ignore[attr-defined]
+    return slices[0].detach()
+
+
+def test_an_array_that_leaves_its_list_lives_as_long_as_a_result() -> None:
+    """Another thread may change a list while a call waits for its launch."""
+    out = of_tensor(torch.zeros(4))
+
+    class Emptying(native.FakeDriver):
+        def _launch(self, *given: int) -> int:
+            slices.clear()
+            return super()._launch(*given)
+
+    with native.in_use() as module, cupy_like.served(module), Emptying(module) as fake:
+        fake.parameter_count = 2
+        for call in range(4):
+            slices = [of_tensor(torch.full((4,), float(call)))]
+            gone, address = weakref.ref(slices[0]), slices[0].data.ptr
+            made, calls = count(functools.partial(first_of, slices, out=out))
+        assert calls == 0 and not slices and made.data.ptr == address
+        assert gone() is not None and tensor_of(made).tolist() == [3.0] * 4
+        del made
+        gc.collect()
+        assert gone() is None
