@@ -85,5 +85,7 @@ def test_kernels_take_what_is_listed() -> None:
     answers = {name: kernel.supports(HALVED, H200) for name, kernel in KERNELS.items()}
     taking = {name for name, answer in answers.items() if not isinstance(answer, Rejected)}
     assert taking >= {BF16, FP8}
-    assert not any("torch.scaled_mm" in name or "fast" in name for name in taking)
+    assert not any("torch.scaled_mm" in name for name in taking)
+    fast = {name for name in taking if "fast" in name}
+    assert fast and all("cuda.scaled_gemm_" in name for name in fast)
     assert not any(KERNELS[name].library for name in taking)
