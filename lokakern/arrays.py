@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import logging
 import sys
 import threading
 from collections.abc import Callable
@@ -31,6 +32,7 @@ from lokakern.errors import DeviceError, FormatError, UnsupportedError
 from lokakern.formats import Format, Granularity
 from lokakern.quantized_tensor import QuantizedTensor
 
+_LOG = logging.getLogger("lokakern")
 OWN = (Tensor, QuantizedTensor)  # first operands of calls that need nothing of this file
 INSTALL = "pip install '.[cupy]' in a clone of lokakern"
 _WRITTEN = ("out", "amax")
@@ -275,7 +277,15 @@ def serve(bind: Callable[..., Any]) -> None:
     with _BINDING:
         _bind = bind
         if _met is not None:
-            _bind_cupy(bind, _met)
+            _try_to_bind(bind, _met)
+
+
+def _try_to_bind(bind: Callable[..., Any], library: Library) -> None:
+    """Without it, as with a CuPy that names things otherwise, Python makes all calls."""
+    try:
+        _bind_cupy(bind, library)
+    except (AttributeError, ImportError, TypeError, ValueError) as error:
+        _LOG.warning("calls with CuPy's arrays are made in Python, more slowly: %s", error)
 
 
 def _bind_cupy(bind: Callable[..., Any], library: Library) -> Any:
@@ -302,7 +312,7 @@ def _meet(library: Library) -> Library:
         if _met is None:
             _met = library
             if _bind is not None:
-                _bind_cupy(_bind, library)
+                _try_to_bind(_bind, library)
         return _met
 
 

@@ -114,6 +114,20 @@ def test_a_tile_has_every_epilogue(tile: Tile) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tile", TILES[:7], ids=str)
+def test_a_tile_multiplies_slices_of_k(tile: Tile) -> None:
+    m, n, widths = 515, 1040, (384, 128, 80)
+    a, b = drawn(m, n, sum(widths), 4)
+    slices = [x.contiguous() for x in a.data.split(widths, dim=1)]
+    out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
+    kind = scaled_gemm._kind_of("row", slices, b.data.t(), out, None, PLAIN)
+    plan = scaled_gemm_fast.make_plan(m, n, sum(widths), kind, tile, H200_SMS)
+    scales = [a.scale] * len(slices)
+    scaled_gemm.run(plan, kind, m, 1, slices, scales, b.data.t(), b.scale, out, None, PLAIN)
+    assert torch.equal(out, launched(PLAIN_TILE, a, b, torch.empty_like(out)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", TILES[:7], ids=str)
 def test_many_launches_in_a_row_give_the_same_bits(tile: Tile) -> None:
     """Blocks of a pair, warpgroups in turn and launches that overlap wait for each other."""
     a, b = drawn(5000, 1032, 1104, 2)

@@ -441,6 +441,24 @@ def test_both_ways_to_meet_bind_cupys_arrays(monkeypatch: pytest.MonkeyPatch) ->
     assert bound == ["first cupy", "second cupy"]
 
 
+def test_a_cupy_that_names_things_otherwise_is_left_to_python(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def bind(*_: object) -> None:
+        raise AttributeError("module 'cupy.cuda' has no attribute 'UnownedMemory'")
+
+    monkeypatch.setattr(arrays, "_bind_cupy", bind)
+    monkeypatch.setattr(arrays, "_bind", None)
+    monkeypatch.setattr(arrays, "_met", None)
+    arrays.serve("library")  # type: ignore[arg-type]
+    assert arrays._meet("cupy") == "cupy"  # type: ignore[arg-type,comparison-overlap]
+    arrays.serve("library")  # type: ignore[arg-type]
+    assert [x.message for x in caplog.records] == [
+        "calls with CuPy's arrays are made in Python, more slowly: module 'cupy.cuda' has no "
+        "attribute 'UnownedMemory'"
+    ] * 2
+
+
 @replayed
 def first_of(slices: list[Tensor], out: Tensor) -> Tensor:
     launching.__wrapped__(slices[0], out)  # type: ignore[attr-defined]
