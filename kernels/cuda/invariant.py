@@ -10,18 +10,15 @@ functions that know of it into the places of those that decide what is computed,
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
-
-from torch import Tensor
 
 from lokakern.kernels.cuda import half, scaled_gemm, scaled_gemm_unaligned
 from lokakern.kernels.cuda.scaled_gemm_fast import OPTIONS
 from lokakern.kernels.cuda.tiles import Kind
 from lokakern.registry.float16 import InHalf
-from lokakern.types import Epilogue
 
 
 class InvariantKind(Kind):
@@ -45,16 +42,8 @@ class InvariantHalfKind(half.HalfKind):
     __slots__ = ()
 
 
-def _kind_of(
-    plain: Callable[..., Kind],
-    scales: str,
-    slices: Sequence[Tensor],
-    b: Tensor,
-    out: Tensor,
-    bias: Tensor | None,
-    epilogue: Epilogue,
-) -> Kind:
-    kind = plain(scales, slices, b, out, bias, epilogue)
+def _kind_of(plain: Callable[..., Kind], *operands: Any) -> Kind:
+    kind, (bias, epilogue) = plain(*operands), operands[-2:]
     adds = bias is not None or epilogue.accumulate or epilogue.activation == "hardswish"
     if not (adds and epilogue.batch_invariant):
         return kind
