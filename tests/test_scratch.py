@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ from lokakern.types import (
     Problem,
     Rejected,
 )
+from tests.support import native
 
 load_kernels()
 H200 = Device("nvidia", "NVIDIA H200", "sm_90", 132, 140)
@@ -144,9 +147,93 @@ def test_only_launches_of_one_stream_share_scratch() -> None:
         assert scratch.zeros(64, device).data_ptr() != first.data_ptr()
     with torch.cuda.stream(torch.cuda.Stream()):
         assert scratch.zeros(64, device).data_ptr() != first.data_ptr()
+    seen = {first.data_ptr()}
+    graph = torch.cuda.CUDAGraph()
+    for _ in range(2):
+        with torch.cuda.graph(graph):
+            held = scratch.zeros(64, device)
+            assert scratch.zeros(32, device).data_ptr() == held.data_ptr() not in seen
+        seen.add(held.data_ptr())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spares", [True, False])
+def test_a_graph_clears_no_spare(spares: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda")
+    scratch.zeros(64, device)
+    if not spares:
+        monkeypatch.setattr(scratch, "_SPARE", defaultdict(list))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        assert scratch.zeros(64, device).data_ptr() != first.data_ptr()
+        held = scratch.zeros(64, device)
+    held.fill_(7)
+    graph.replay()
+    assert held.tolist() == [7 if spares else 0] * held.numel()
+    held.zero_()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("replays", [True, False])
+def test_calls_in_graphs_and_beside_them_have_the_same_bits(replays: bool) -> None:
+    """Rows of 2048 columns are shared by blocks, which tell each other of them."""
+    torch.manual_seed(0)
+    a, w = (torch.randn(2048, 2048, device="cuda").bfloat16() for _ in range(2))
+
+    def call() -> Tensor:
+        return lokakern.gemm_norm(lokakern.gemm_norm(a, w.t(), norm="layer"), w.t(), norm="layer")
+
+    with native.in_use() if replays else nullcontext():
+        expected = [call() for _ in range(3)][-1]
+        graphs, found = [torch.cuda.CUDAGraph() for _ in range(2)], []
+        for graph in graphs:
+            with torch.cuda.graph(graph):
+                found.append(call())
+        streams = [torch.cuda.Stream() for _ in range(3)]
+        torch.cuda.synchronize()
+        for _ in range(20):
+            for stream, run in zip(streams, (*[x.replay for x in graphs], call), strict=True):
+                with torch.cuda.stream(stream):
+                    own = run()
+        torch.cuda.synchronize()
+    assert all(torch.equal(x, expected) for x in (*found, own))
+
+
+def test_a_stream_of_a_capture_takes_a_spare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By numbers of streams and captures, without a GPU; memory is that of a CPU."""
+    device, at = torch.device("cuda"), SimpleNamespace(stream=1, capture=0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(at.capture))
+    monkeypatch.setattr(
+        torch.cuda, "current_stream",
+        lambda _: SimpleNamespace(cuda_stream=at.stream, synchronize=lambda: None),
+    )  # fmt: skip
+    monkeypatch.setattr(scratch, "_capture_number", lambda stream: at.capture)
+    for name in ("_OF_STREAM", "_OF_CAPTURE"):
+        monkeypatch.setattr(scratch, name, {})
+    monkeypatch.setattr(scratch, "_SPARE", defaultdict(list))
+    monkeypatch.setattr(scratch, "outlasting", lambda _, make: make())
+    zeros, alive = torch.zeros, list[Tensor]()
+    monkeypatch.setattr(torch, "zeros", lambda *size, dtype, device: zeros(*size, dtype=dtype))
+
+    def taken(stream: int, capture: int, byte_count: int = 512) -> int:
+        at.stream, at.capture = stream, capture
+        alive.append(scratch.zeros(byte_count, device))
+        return alive[-1].data_ptr()
+
+    first = taken(1, 7)  # no call outside of a capture was made: each clears
+    assert first not in (taken(1, 7), taken(1, 7))
+    eager = taken(1, 0)
+    held = {key: taken(*key) for key in ((1, 7), (2, 7), (1, 8))}
+    assert len({eager, *held.values()}) == 4
+    assert {key: taken(*key, 100) for key in held} == held
+    assert taken(1, 7, 1024) not in held.values()  # no spare is large enough
+    assert held[1, 7] == taken(1, 7)
+    others = {taken(1, number) for number in range(9, 9 + scratch.SPARES - 3)}
+    assert not others & {*held.values()} and len(others) == scratch.SPARES - 3
+    assert taken(1, 99) != taken(1, 99)  # none is left
+    taken(1, 0)
+    assert taken(1, 99) == taken(1, 99)
+    monkeypatch.setattr(scratch, "MOST_CAPTURES", 3)
+    assert taken(1, 100) != taken(1, 100)
 
 
 def problem(n: int, epilogue: str, out: Format = Format.BFLOAT16) -> Problem:

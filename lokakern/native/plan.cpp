@@ -21,6 +21,7 @@
 namespace lokakern {
 
 thread_local int owned_depth = 0;
+at::Tensor (*scratch_of_graph)(int64_t, c10::Device) = nullptr;
 
 const std::array<const char*, 12> kOperators = {
     "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm",
@@ -66,7 +67,8 @@ at::Tensor allocate_to_keep(int64_t bytes, c10::Device device) {
 }
 
 // Memory that launches leave as they found it: zeros. A launch on a stream waits for the one
-// before, so all of a stream share one; a graph, and an owner, have their own.
+// before, so all of a stream share one; a graph, and an owner, have their own. That of a graph is
+// Python's, which has some that need not be cleared in each replay.
 at::Tensor scratch(int64_t bytes, c10::Device device, void* stream) {
   static std::mutex mutex;
   static auto& of_stream = *new std::unordered_map<int64_t, at::Tensor>;  // torch may end before
@@ -75,7 +77,9 @@ at::Tensor scratch(int64_t bytes, c10::Device device, void* stream) {
     fill(device, start_of(made), words, 0, stream);
     return made;
   };
-  if (owned_depth || is_capturing(stream)) return zeros(allocate(4 * words, at::kByte, device));
+  const bool is_captured = is_capturing(stream);
+  if (is_captured && !owned_depth && scratch_of_graph) return scratch_of_graph(bytes, device);
+  if (owned_depth || is_captured) return zeros(allocate(4 * words, at::kByte, device));
   std::lock_guard lock(mutex);
   auto& found = of_stream[reinterpret_cast<int64_t>(stream) * 64 + device.index()];
   if (!found.defined() || found.numel() < bytes) found = zeros(allocate_to_keep(4 * words, device));

@@ -186,6 +186,9 @@ Book& book();
 // Scratch memory belongs to one owner while this is above 0, see `lokakern.scratch.owned`.
 extern thread_local int owned_depth;
 
+// `lokakern.scratch.zeros`, while a graph is captured; null in a program without Python.
+extern at::Tensor (*scratch_of_graph)(int64_t bytes, c10::Device device);
+
 // --- the driver
 
 struct LaunchConfig {  // CUlaunchConfig

@@ -572,6 +572,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("dtype_code", [](at::ScalarType dtype) { return static_cast<int>(dtype); });
   module.def("clear", [] { book().clear(); });
   module.def("size", [] { return book().size(); });
+  scratch_of_graph = [](int64_t bytes, c10::Device device) {
+    const c10::DeviceGuard guard(device);
+    const py::gil_scoped_acquire python;
+    const py::object zeros = py::module_::import("lokakern.scratch").attr("zeros");
+    return zeros(bytes, device).cast<at::Tensor>();
+  };
   module.def("own", [](int change) { owned_depth += change; });
   // As on a GPU, for tests without one.
   module.def("replay_chain", [](at::Tensor x, std::vector<std::optional<at::Tensor>> operands,
