@@ -148,8 +148,7 @@ def test_only_launches_of_one_stream_share_scratch() -> None:
     with torch.cuda.stream(torch.cuda.Stream()):
         assert scratch.zeros(64, device).data_ptr() != first.data_ptr()
     seen = {first.data_ptr()}
-    graph = torch.cuda.CUDAGraph()
-    for _ in range(2):
+    for graph in [torch.cuda.CUDAGraph() for _ in range(2)]:
         with torch.cuda.graph(graph):
             held = scratch.zeros(64, device)
             assert scratch.zeros(32, device).data_ptr() == held.data_ptr() not in seen
