@@ -29,7 +29,7 @@ def claimed(kernel: str, architectures: frozenset[str]) -> frozenset[str]:
     if kernel.startswith("triton.scaled_gemm") and kernel.endswith("_fast"):
         return architectures - _SMALL  # its largest tile takes 144 KiB
     # Where two tensors are quantized together, registers spill on sm_100 and sm_120.
-    if kernel.startswith("cuda.quantize_") and "_together_" not in kernel:
+    if kernel.startswith(("cuda.quantize_", "cuda.dequantize_")) and "_together_" not in kernel:
         return architectures | _BLACKWELL
     return architectures
 

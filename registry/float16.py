@@ -32,6 +32,7 @@ _FAMILIES = (
     "triton.gemm_norm_",
     "triton.gemm_block_norm_",
     "cuda.quantize_",
+    "cuda.dequantize_",
     "cuda.scaled_gemm_",
     "cuda.gemm_norm_",
     "cuda.gemm_cross_",

@@ -125,7 +125,8 @@ def test_quantizers_of_cuda_are_those_with_the_launches_of_sm_90() -> None:
     for kernel in KERNELS.values():
         if kernel.language == "cuda" and not kernel.parts:
             extended = kernel.architectures > {"sm_90"}
-            own = kernel.name.startswith("cuda.quantize_") and "_together_" not in kernel.name
+            known = kernel.name.startswith(("cuda.quantize_", "cuda.dequantize_"))
+            own = known and "_together_" not in kernel.name
             assert extended is own, kernel.name
 
 

@@ -20,6 +20,7 @@ HEADER = Path(__file__).with_name("cuda_on_host.hpp")
 NORM_HEADER = Path(__file__).with_name("norm_backward_on_host.hpp")
 TOGETHER_HEADER = Path(__file__).with_name("quantize_together_on_host.hpp")
 HALF_HEADER = Path(__file__).with_name("half_on_host.hpp")
+DEQUANTIZE_HEADER = Path(__file__).with_name("dequantize_on_host.hpp")
 RUNTIME = Path(__file__).with_name("cuda_on_host.cpp")
 FOUND = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
 # `make` installs Zig, which brings a C++ compiler, where there is none.
@@ -100,6 +101,15 @@ extern "C" void launch(unsigned blocks, unsigned threads, const float* parts, un
 extern "C" void launch(unsigned blocks, unsigned threads, const unsigned short* x, float* parts,
                        int rows, int columns, long long stride) {
     run_grid(blocks, threads, false, [=] { column_sums(x, parts, rows, columns, stride); });
+}
+""",
+    "dequantize": """
+extern "C" void launch(unsigned blocks, unsigned threads, const unsigned char* data,
+                       const float* scale, char* out, int rows, int columns, int across,
+                       long long data_stride, long long out_stride, long long scale_stride) {
+    run_grid(blocks, threads, false, [=] {
+        dequantize(data, scale, out, rows, columns, across, data_stride, out_stride, scale_stride);
+    });
 }
 """,
     "quantize_tensor": """

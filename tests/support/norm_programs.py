@@ -1,4 +1,6 @@
-"""Programs of the CUDA kernels with a norm, with the macros their launchers choose."""
+"""Programs of the CUDA kernels with a norm, and of those that dequantize, with the macros their
+launchers choose.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ import torch
 from lokakern.kernels.cuda import (
     activate_quantize,
     column_sums,
+    dequantize,
     gemm_cross,
     gemm_norm,
     gradient_sums,
@@ -88,6 +91,24 @@ def crosses() -> Iterator[tuple[str, Program]]:
             yield f"gemm_cross_{scales} {n}x{k}", bound.program
 
 
+# Whether rows start where pieces do and end within one, and rows of a thread.
+DEQUANTIZED = {
+    "bfloat16": (True, False, dequantize.ACCESSES, E4M3, torch.bfloat16),
+    "float16 ragged": (True, True, 1, E4M3, torch.float16),
+    "bfloat16 askew": (False, True, dequantize.ACCESSES, E5M2, torch.bfloat16),
+    "float32": (True, False, dequantize.ACCESSES, E5M2, torch.float32),
+    "float32 askew": (False, True, 1, E4M3, torch.float32),
+}
+
+
+def dequantizers() -> Iterator[tuple[str, Program]]:
+    """Of every granularity, to plain elements of every format; of rows that start anywhere, too."""
+    for granularity in dequantize.SCALES:
+        for words, rest in DEQUANTIZED.items():
+            bound = dequantize.bind(granularity, *rest)
+            yield f"dequantize_{granularity.suffix} to plain {words}", bound.program
+
+
 def programs() -> Iterator[tuple[str, Program]]:
     """Programs by kernel, size and words."""
     for words, kind in (KINDS | ANY_SIZE).items():
@@ -124,3 +145,4 @@ def programs() -> Iterator[tuple[str, Program]]:
             yield f"norm_backward {columns} {words}", backward.launch.program
     yield "norm_backward adds bfloat16", gradient_sums.bind().program
     yield "norm_backward of a bias", column_sums.bind().program
+    yield from dequantizers()
