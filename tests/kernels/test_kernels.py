@@ -760,28 +760,31 @@ def test_quantize_every_bfloat16_value(name: str, where: str) -> None:
 
 @pytest.mark.parametrize(("name", "where"), cases("dequantize"))
 def test_dequantize_rounds_once(name: str, where: str) -> None:
+    """Of rows with and without gaps; on a GPU also of more than its threads read at once."""
     kernel = kernel_here(name, where)
     device = current_device(where)
+    sizes = [(1, 1), (3, 129), (130, 257), (5, 9000)]
+    sizes += [(4099, 1029), (2051, 2048)] if where == "cuda" else []
+    outputs = (Format.BFLOAT16, Format.FLOAT16, Format.FLOAT32)
     taken = 0
-    for form in formats(where):
-        for out_format in (Format.BFLOAT16, Format.FLOAT32):
-            for rows, columns in [(1, 1), (3, 129), (130, 257), (5, 9000)]:
-                x = numerics.quantize(
-                    hostile(rows, columns, where, Format.FLOAT32), form, kernel.granularity
-                )
-                problem = Problem(
-                    op="dequantize", m=rows, n=1, k=columns, out_format=out_format,
-                    a=replace(operand_of(x.data), granularity=x.granularity),
-                )  # fmt: skip
-                if isinstance(kernel.supports(problem, device), Rejected):
-                    continue
-                taken += 1
-                out = poisoned((rows, columns), out_format.dtype, where)
-                kernel.launch(x.data, x.scale, out, kernel.workspace(x.data, x.scale, out))
-                expected = numerics.dequantize(x, out_format.dtype)
-                assert torch.equal(out.isnan(), expected.isnan())
-                kept = ~expected.isnan()
-                assert torch.equal(out[kept], expected[kept]), f"{name} {form.value}"
+    for form, out_format, (rows, columns) in itertools.product(formats(where), outputs, sizes):
+        x = numerics.quantize(
+            hostile(rows, columns, where, Format.FLOAT32), form, kernel.granularity
+        )
+        for data in {x.data, x.data.contiguous()}:
+            problem = Problem(
+                op="dequantize", m=rows, n=1, k=columns, out_format=out_format,
+                a=replace(operand_of(data), granularity=x.granularity),
+            )  # fmt: skip
+            if isinstance(kernel.supports(problem, device), Rejected):
+                continue
+            taken += 1
+            out = poisoned((rows, columns), out_format.dtype, where)
+            kernel.launch(data, x.scale, out, kernel.workspace(data, x.scale, out))
+            expected = numerics.dequantize(x, out_format.dtype)
+            assert torch.equal(out.isnan(), expected.isnan())
+            kept = ~expected.isnan()
+            assert torch.equal(out[kept], expected[kept]), f"{name} {form.value} {out_format.value}"
     assert taken
 
 
