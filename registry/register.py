@@ -59,6 +59,9 @@ NEEDS = {
     "offsets": "takes no groups of any rows",
     "k_slices": "does not take a as slices along k",
     "batch_invariant": "its bits may depend on the number of rows",
+    # digest: off
+    "float16": "takes no float16",
+    # digest: on
 }
 
 Launcher = Callable[..., None]
@@ -235,6 +238,13 @@ class Kernel:
         """Whether it takes groups of any rows."""
         return self.batched and not self.equal_groups
 
+    # digest: off
+    @property
+    def float16(self) -> bool:
+        """Whether it takes float16, which no problem from FP8 to FP8 tells."""
+        return float16.why_not(self.name, self.parts) is None
+
+    # digest: on
     @property
     def quantizes(self) -> bool:
         """Whether an op on unquantized operands goes through FP8."""

@@ -31,7 +31,7 @@ from lokakern.measure.operands import poison
 from lokakern.measure.time_problem import floor_us, torch_device
 from lokakern.measure.timing import Contender, faults_of
 from lokakern.registry import ops
-from lokakern.types import Format, NormEpilogue, QuantizedTensor, norm_form
+from lokakern.types import NormEpilogue, QuantizedTensor, norm_form
 
 CHOSEN, UNQUANTIZED = "dispatch_chain", "unquantized"
 COMPILED = {
@@ -41,7 +41,7 @@ COMPILED = {
 TIMED_ON = "X1"
 BETWEEN_LAYERS = 100  # from the seed of a layer's weight to that of the next
 Matrix = Tensor | QuantizedTensor
-_Layers = Sequence[tuple[Tensor, NormEpilogue]]  # drawn weights and epilogues in bfloat16
+_Layers = Sequence[tuple[Tensor, NormEpilogue]]  # drawn weights and epilogues in the chain's dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +167,7 @@ def _timed(choices: dict[str, ChainChoice], rivals: Sequence[str], regime: str) 
 
 
 def _compiled(name: str, chain: Chain, layers: _Layers, inputs: Sequence[Tensor]) -> Contender:
-    """The whole chain in bfloat16, compiled by torch.compile from stock modules."""
+    """The whole chain in its dtype, compiled by torch.compile from stock modules."""
     contender = Contender(name, ())
     with faults_of(contender, torch_device()):
         compiled = compiled_layers.compiled(_function_of(layers), COMPILED[name])
@@ -235,7 +235,7 @@ def _drawn(chain: Chain, distribution: str, seed: int) -> _Layers:
     Large biases hide errors: one as large as the sums reduces the row error of four FP8 layers with
     BlockNorm and hard-swish from 0.085 to 0.024.
     """
-    where, form = torch_device(), Format.BFLOAT16
+    where, form = torch_device(), chain.half
     layers = []
     for place, layer in enumerate(chain.layers):
         own = seed + BETWEEN_LAYERS * place
@@ -256,7 +256,7 @@ def _inputs(chain: Chain, distribution: str, seed: int) -> Tensor:
     k = chain.layers[0].k
     rows = min(most_rows(k), chain.m)
     draw = OperandKey(distribution, most_rows(k), k, seed, weight=False)
-    x = device_operand(draw, rows, Format.BFLOAT16, torch_device())
+    x = device_operand(draw, rows, chain.half, torch_device())
     return x[torch.arange(chain.m, device=x.device) % rows]
 
 

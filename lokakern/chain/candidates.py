@@ -1,8 +1,8 @@
 """Measured options of each layer of a chain, which `lokakern.chain.search` combines.
 
-The tensor between two layers is bfloat16, or FP8 with rowwise, 1x128 or, if the norm bounds the
-output, static tensorwise scales. A kernel for rowwise scales can read a tensorwise scale, so that
-the weight may have other scales.
+The tensor between two layers is bfloat16 (in a chain of float16, that), or FP8 with rowwise, 1x128
+or, if the norm bounds the output, static tensorwise scales. A kernel for rowwise scales can read a
+tensorwise scale, so that the weight may have other scales.
 
 The stored error of a layer is against unquantized operands, so that the rounding between two layers
 is part of the reader's error. The writer counts with its error for a bfloat16 output, plus the
@@ -19,8 +19,7 @@ from typing import NamedTuple
 
 from lokakern.chain.search import LayerOption
 from lokakern.problems import baseline_name, make_problem
-from lokakern.registry import float16
-from lokakern.registry.register import KERNELS, fp8_format, kernels_for
+from lokakern.registry.register import KERNELS, Kernel, fp8_format, kernels_for
 from lokakern.selection import dispatcher, remedies
 from lokakern.selection.candidates import Time
 from lokakern.types import (
@@ -111,6 +110,17 @@ class Chain:
     def operand(self, columns: int) -> Operand:
         """An unquantized operand with rows of so many columns."""
         return Operand(self.half, alignment=alignment_of(columns * self.half.dtype.itemsize))
+
+    def takes(self, kernel: Kernel | None) -> bool:
+        """Whether a kernel takes what is not FP8, which no problem from FP8 to FP8 tells."""
+        if self.half is not Format.FLOAT16:
+            return True
+        return kernel is not None and kernel.float16
+
+    def dequantizing(self, columns: int) -> Problem:
+        """The problem of an FP8 input that an unquantized kernel reads."""
+        a = Operand(self.fp8, self.reads)
+        return make_problem("dequantize", (self.m, columns), a=a, out_format=self.half)
 
     def is_last(self, place: int) -> bool:
         return place == len(self.layers) - 1
@@ -213,9 +223,7 @@ def unquantized_steps(chain: Chain) -> tuple[Step, ...]:
     """The chain of the fastest unquantized kernels, which always runs, measured or not."""
     steps: list[Step] = []
     if chain.reads is not NONE:
-        layer = chain.layers[0]
-        a = Operand(chain.fp8, chain.reads)
-        problem = make_problem("dequantize", (chain.m, layer.k), a=a)
+        problem = chain.dequantizing(chain.layers[0].k)
         steps += _conversion(chain, 0, problem) or [Step(0, problem, _any_kernel(problem, chain))]
     for place in range(len(chain.layers)):
         problem = chain.problem(place, NONE, NONE, chain.wanted(place))
@@ -275,8 +283,7 @@ def _readings(
     k = chain.layers[place].k
     if takes is NONE:
         if place == 0 and chain.reads is not NONE:
-            problem = make_problem("dequantize", (chain.m, k), a=Operand(chain.fp8, chain.reads))
-            for step in _conversion(chain, place, problem):
+            for step in _conversion(chain, place, chain.dequantizing(k)):
                 yield Form(chain.reads, chain.reads), (step,)
         return
     if place > 0 and takes is not TENSOR:
@@ -319,9 +326,7 @@ def _measured(
         kernel = candidate.kernel  # None for kernels of other machines, which have times
         if kernel is not None and kernel.refusal(problem, chain.device) is not None:
             continue
-        if chain.half is Format.FLOAT16 and (
-            kernel is None or float16.why_not(kernel.name, kernel.parts) is not None
-        ):
+        if not chain.takes(kernel):
             continue
         row_err = candidate.errors.get("row_err")
         yield Step(place, problem, candidate.name, *found, row_err)
@@ -336,6 +341,6 @@ def _any_kernel(problem: Problem, chain: Chain) -> str:
     found = (
         kernel.name
         for kernel in kernels_for(problem.op, chain.device)
-        if kernel.refusal(problem, chain.device) is None
+        if kernel.refusal(problem, chain.device) is None and chain.takes(kernel)
     )
     return next(found, "")

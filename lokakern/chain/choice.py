@@ -56,7 +56,7 @@ class ChainChoice:
         return tuple(self._format(scales) for scales in (self.chain.reads, *written))
 
     def _format(self, granularity: Granularity) -> str:
-        return "bfloat16" if granularity is NONE else f"{self.chain.fp8}/{granularity}"
+        return self.chain.half.value if granularity is NONE else f"{self.chain.fp8}/{granularity}"
 
     @property
     def latency_us(self) -> float | None:
@@ -101,9 +101,10 @@ class ChainChoice:
         """Check and quantize weights, and allocate tensors between layers.
 
         Args:
-            weights: One for each layer, ``[n, k]``, as in a linear layer, bfloat16, row-major.
-            biases: One for each layer, ``[n]``, bfloat16 or float32, the dtype of ``norm_weights``
-                and ``norm_biases``; None for layers without bias.
+            weights: One for each layer, ``[n, k]``, as in a linear layer, in the chain's dtype,
+                row-major.
+            biases: One for each layer, ``[n]``, in the chain's dtype or float32, as
+                ``norm_weights`` and ``norm_biases``; None for layers without bias.
             norm_weights: As ``biases``, for layers whose epilogue has "affine".
             norm_biases: As ``norm_weights``.
             eps: Of the norms.

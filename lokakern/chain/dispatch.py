@@ -11,6 +11,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Sequence
 
+import torch
+
 from lokakern.chain.candidates import (
     NONE,
     SCALED,
@@ -31,7 +33,7 @@ from lokakern.problems import make_problem
 from lokakern.selection import dispatcher
 from lokakern.selection.arguments import budget_of, flag_of
 from lokakern.selection.dispatcher import AnyDevice
-from lokakern.types import REALISTIC_DISTRIBUTIONS, ErrorBudget, Granularity
+from lokakern.types import REALISTIC_DISTRIBUTIONS, ErrorBudget, Format, Granularity
 
 # Gradients are not inputs of a forward pass: with a static scale, rows that are small against eps
 # vanish, because a norm does not scale them up.
@@ -51,15 +53,16 @@ def dispatch_chain(
     in_granularity: Granularity | str | None = None,
     out_granularity: Granularity | str | None = None,
     prepared: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> ChainChoice:
     """The fastest chain of layers whose error as a whole is within the budget, from measurements.
 
-    It chooses the kernel of each layer and the format of its output: bfloat16, or FP8 with rowwise,
-    1x128 or static scales, these from the norm's bound. If a kernel reads FP8 and the layer
-    before writes bfloat16, a quantizer runs in between, and its time counts. Times add up, and so
-    do squares of errors; all combinations are compared. The result is the unquantized chain if no
-    other chain is within the budget and significantly faster, if the unquantized chain was not
-    measured, and with frozen choices, because `lokakern.freeze` does not include chains.
+    It chooses the kernel of each layer and the format of its output: ``dtype``, or FP8 with
+    rowwise, 1x128 or static scales, these from the norm's bound. If a kernel reads FP8 and the
+    layer before writes ``dtype``, a quantizer runs in between, and its time counts. Times add up,
+    and so do squares of errors; all combinations are compared. The result is the unquantized chain
+    if no other chain is within the budget and significantly faster, if the unquantized chain was
+    not measured, and with frozen choices, because `lokakern.freeze` does not include chains.
 
     Args:
         layers: ``(n, k, epilogue)`` of each layer: output columns, input columns, and the epilogue,
@@ -73,18 +76,19 @@ def dispatch_chain(
             the local device.
         regime: Regime of times.
         in_granularity: Granularity of an input in the device's E4M3: "tensor", "row" or "1x128";
-            None for bfloat16.
+            None for ``dtype``.
         out_granularity: Granularity of an output in E4M3, "tensor" if the norm bounds it; None for
-            bfloat16.
+            ``dtype``.
         prepared: Whether weights are prepared. With False, weights and tensors between layers are
-            bfloat16; a kernel may quantize both, which its time includes.
+            of ``dtype``; a kernel may quantize both, which its time includes.
+        dtype: What is not FP8: bfloat16, or float16, in which outputs beyond 65504 are infinite.
 
     Raises:
         ShapeError: There are no layers, or sizes do not match.
         UnknownNameError: The epilogue is unknown or reads other tensors, or the distribution is
             unknown.
         FormatError: The granularity is unknown, or "tensor" for an unbounded output, or `prepared`
-            is not a bool.
+            is not a bool, or the dtype is another one.
         BudgetError: The budget is not a limit on the row error.
         DeviceError: The device is not in the database.
     """
@@ -98,6 +102,7 @@ def dispatch_chain(
         _scales("in_granularity", in_granularity),
         _scales("out_granularity", out_granularity),
         flag_of("dispatch_chain", "prepared", prepared),
+        _half(dtype),
     )
     if chain.writes is TENSOR and not chain.layers[-1].is_bounded:
         raise FormatError(
@@ -174,6 +179,14 @@ def _rows(m: int) -> int:
     if rows < 1 or isinstance(m, bool):
         raise ShapeError(f"dispatch_chain: m is {m!r}; expected an integer of at least 1")
     return rows
+
+
+def _half(dtype: torch.dtype) -> Format:
+    if dtype not in (torch.bfloat16, torch.float16):
+        raise FormatError(
+            f"dispatch_chain: dtype is {dtype!r}; expected torch.bfloat16 or torch.float16"
+        )
+    return Format.of(dtype)
 
 
 def _scales(name: str, given: Granularity | str | None) -> Granularity:

@@ -81,10 +81,10 @@ class ChainRun:
             written = out
 
     def __call__(self, x: Matrix, out: Matrix | None = None) -> Matrix:
-        """The chain's output, ``[m, n]``: bfloat16, or a `QuantizedTensor`.
+        """The chain's output, ``[m, n]``: of the chain's dtype, or a `QuantizedTensor`.
 
         Args:
-            x: ``[m, k]``, row-major: bfloat16, or from `quantize` where the chain reads FP8.
+            x: ``[m, k]``, row-major, in the chain's dtype; or from `quantize` where it reads FP8.
             out: Output, as this returns it; None allocates it.
 
         Raises:
@@ -120,12 +120,12 @@ class ChainRun:
         )
 
     def _empty(self, columns: int, scales: Granularity, scale: Tensor | None) -> Matrix:
-        dtype = self._chain.fp8.dtype
-        return empty_matrix(self._chain.m, columns, scales, scale, dtype, self._device)
+        fp8, half = self._chain.fp8.dtype, self._chain.half.dtype
+        return empty_matrix(self._chain.m, columns, scales, scale, fp8, self._device, half)
 
     def _check(self, name: str, x: Matrix, columns: int, scales: Granularity) -> None:
         """Check format, shape and layout of an input or output."""
-        wanted = torch.bfloat16 if scales is NONE else self._chain.fp8.dtype
+        wanted = self._chain.half.dtype if scales is NONE else self._chain.fp8.dtype
         data = x.data if isinstance(x, QuantizedTensor) else x
         found = x.granularity if isinstance(x, QuantizedTensor) else NONE
         if not isinstance(data, Tensor) or data.dtype is not wanted or found is not scales:
@@ -156,8 +156,8 @@ def _check(chain: Chain, parameters: Sequence[Parameters]) -> torch.device:
     for place, (layer, (weight, *_)) in enumerate(zip(chain.layers, parameters, strict=True)):
         name = f"weight of layer {place + 1}"
         check_matrix("chain", name, weight)
-        if weight.dtype is not torch.bfloat16:
-            raise FormatError(f"chain: {name} is {weight.dtype}; expected torch.bfloat16")
+        if weight.dtype is not chain.half.dtype:
+            raise FormatError(f"chain: {name} is {weight.dtype}; expected {chain.half.dtype}")
         if tuple(weight.shape) != (layer.n, layer.k) or not weight.is_contiguous():
             raise ShapeError(
                 f"chain: {name} is {list(weight.shape)} with strides {weight.stride()}; expected "
@@ -186,7 +186,7 @@ def _epilogue_of(chain: Chain, place: int, given: Parameters, eps: float) -> Nor
             f"{epilogue.name()!r}; pass a bias for 'bias', and a weight or a bias of the norm for "
             "'affine'"
         )
-    check_epilogue("chain", epilogue, chain.m, layer.n)
+    check_epilogue("chain", epilogue, chain.m, layer.n, chain.half.dtype)
     return aligned_epilogue(epilogue)
 
 

@@ -30,6 +30,7 @@ from lokakern.functional.norm_checks import (
     gemm_norm_problem,
     half_of,
     is_aligned,
+    is_fp8,
     norm_of,
     norm_quantize_problem,
     out_kind,
@@ -167,7 +168,8 @@ def gemm_norm(
         norm: "layer", "rms", "block_rms(n)" with n a divisor of the columns, or "none"; or a
             `lokakern.norm.Norm`.
         bias: ``[n]``, added to the sums; of one dtype with the next two: float32, or bfloat16,
-            or float16 where ``a`` or the output is.
+            or float16 where ``a`` or the output is. From FP8 to FP8 these tensors tell by
+            themselves: those that are not float32 are all bfloat16, or all float16.
         norm_weight: ``[n]``, multiplied with the normalized sums.
         norm_bias: ``[n]``, added after that.
         activation: f: "relu", "hardswish", "silu", or None.
@@ -306,7 +308,8 @@ def gemm_norm_by(
     result = _output("gemm_norm", problem, problem.m, problem.n, out, out_scale, epilogue, a.device)
     if problem.m and problem.n:
         left = a.data if isinstance(a, QuantizedTensor) else a
-        _launch(choose(problem, left), a, b, result, epilogue)
+        kernel = choose(problem, left, _needs_of(problem, left, epilogue))
+        _launch(kernel, a, b, result, epilogue)
         note_write(out)
     return result
 
@@ -461,7 +464,15 @@ def _plan(
     names = dispatcher.distribution_names(distribution)
     limits = None if budget is None else budget_of(budget)
     left = a.data if isinstance(a, QuantizedTensor) else a
-    return dispatcher.table_for(problem, limits, names, device_of(left))
+    needs = _needs_of(problem, left, epilogue)
+    return dispatcher.table_for(problem, limits, names, device_of(left), needs=needs)
+
+
+def _needs_of(problem: Problem, a: Tensor, epilogue: NormEpilogue) -> frozenset[str]:
+    """What a kernel has to be able to that the problem does not tell: float16 beside FP8."""
+    form = problem.out_format
+    is_half = is_fp8(a, form) and half_of(a, form, epilogue) is torch.float16
+    return frozenset({"float16"} if is_half else ())
 
 
 def _problem_of(
@@ -808,10 +819,10 @@ def _empty_output(
         options.pop(f"out_{name}") for name in ("format", "granularity", "scale")
     )
     epilogue = epilogue_of_call(op, **options)
-    check_epilogue(op, epilogue, rows, columns, half_of(x, out_format))
     form, granularity = out_kind(
         op, out_format, out_granularity, scale, x, quantizes=op == "norm_quantize"
     )
+    check_epilogue(op, epilogue, rows, columns, half_of(x, form, epilogue))
     if not form.is_fp8:
         return torch.empty((rows, columns), dtype=form.dtype, device=x.device), None
     data = empty_data(rows, columns, form.dtype, x.device)

@@ -23,6 +23,7 @@ from lokakern.functional.static_scale import bound_scale
 from lokakern.norm import KINDS, Norm, largest, norm_named
 from lokakern.problems import format_named
 from lokakern.quantized_tensor import ROW_BYTES
+from lokakern.registry.float16 import has_half
 from lokakern.registry.register import fp8_format
 from lokakern.selection.arguments import device_of
 from lokakern.types import (
@@ -113,15 +114,25 @@ def norm_of(op: str, norm: str | Norm, eps: float | None) -> Norm:
     return found
 
 
-def half_of(x: Tensor, out_format: Format | str | None = None) -> torch.dtype:
+def half_of(
+    x: Tensor, out_format: Format | str | None = None, epilogue: NormEpilogue | None = None
+) -> torch.dtype:
     """The dtype of what follows rows or products: float16 if they or the output are, else bfloat16.
 
     Args:
         x: The rows, or the left operand's elements.
         out_format: Of the output, if that is known.
+        epilogue: Its tensors tell where operands and the output are FP8.
     """
     is_half = x.dtype is torch.float16 or out_format in (Format.FLOAT16, "float16")
+    if epilogue is not None and is_fp8(x, out_format):
+        is_half = has_half(None, None, epilogue)
     return torch.float16 if is_half else torch.bfloat16
+
+
+def is_fp8(x: Tensor, out_format: Format | str | None) -> bool:
+    """Whether neither the operands nor the output of a product tell the dtype of the rest."""
+    return x.dtype.itemsize == 1 and isinstance(out_format, Format) and out_format.is_fp8
 
 
 def shown_name(name: str) -> str:
@@ -354,7 +365,7 @@ def gemm_norm_problem(
         problem = gemm_problem(a, b, op=op)
         left = a
     form, granularity = kind
-    half = half_of(left, form)
+    half = half_of(left, form, epilogue)
     if left is a and not form.is_fp8 and form.dtype is not left.dtype:
         raise FormatError(
             f"{op}: a is {left.dtype} and out_format {form.value!r}; leave out_format out, or "

@@ -42,6 +42,7 @@ from lokakern.measure import operands
 from lokakern.norm import norm_named, static_scale
 from lokakern.numerics import Errors
 from lokakern.problems import accuracy_problem, make_problem
+from lokakern.registry import float16
 from lokakern.registry.ops import ACTIVATIONS
 from lokakern.registry.register import KERNELS, kernel_named, load_kernels
 from lokakern.registry.schema.records import AccuracyRecord, KernelRow, TimingRecord
@@ -50,7 +51,6 @@ from lokakern.selection import dispatcher, misses
 from lokakern.selection.candidates import Time
 from lokakern.sweep.resume import distribution_row
 from lokakern.types import (
-    ACCEPTED,
     Device,
     Environment,
     Format,
@@ -69,6 +69,7 @@ NONE, TENSOR, ROW, GROUP = (
 H200 = Device("nvidia", "NVIDIA H200", "sm_90", 132, 140)
 BLOCK = "bias+block_rms(64)+hardswish"
 LAYERS = [(128, 128, BLOCK)] * 4
+HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 UNFUSED, EMULATED = "torch.norm_unfused", "torch.norm_emulated_row"
 QUANTIZED = f"torch.quantize_row+{EMULATED}"
 Told = Callable[[Problem, str], tuple[float, float] | None]
@@ -84,7 +85,7 @@ def tell(monkeypatch: pytest.MonkeyPatch, told: Told, kernels: list[str]) -> Non
             kernel = KERNELS[name]
             plain = kernel.granularity is NONE
             known = told(problem, name)
-            fits = kernel.supports(problem, current_device()) is ACCEPTED
+            fits = kernel.refusal(problem, current_device()) is None
             if known and fits and not (plain and problem.prepared) and (plain or not unquantized):
                 us, row_err = known
                 yield Step(place, problem, name, Time(us, 0.0, "fresh", 1), False, row_err)
@@ -255,7 +256,9 @@ def test_without_measurements_the_unquantized_chain_is_a_miss() -> None:
         choice.prepare([torch.zeros(128, 128, dtype=torch.bfloat16)] * 2)
 
 
-def test_times_and_errors_come_from_the_database(tmp_path: FilePath) -> None:
+def test_times_and_errors_come_from_the_database(
+    tmp_path: FilePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Times between measured m are interpolated, and marked."""
     n, k = 512, 512
     fused, whole = "cuda.gemm_norm_row", "cuda.quantize_row+cuda.gemm_norm_row"
@@ -291,6 +294,20 @@ def test_times_and_errors_come_from_the_database(tmp_path: FilePath) -> None:
         assert dispatch_chain(layers, 8192, 0.1, device="NVIDIA H200").is_miss
         strict = dispatch_chain(layers, 2048, 0.05, device="NVIDIA H200")
         assert strict.kernels == (UNFUSED,) * 3  # nothing reads what one layer would write in FP8
+        # In float16 times are those of bfloat16, and errors are not known but from FP8 to FP8.
+        half = {"device": "NVIDIA H200", "dtype": torch.float16}
+        plain = dispatch_chain(layers, 2048, 0.1, **half)
+        assert plain.kernels == (UNFUSED,) * 3 and plain.latency_us == pytest.approx(300.0)
+        ends = {"in_granularity": "row", "out_granularity": "tensor"}
+        (path,) = dispatch_chain(layers[:1], 2048, 0.1, **half, **ends).paths
+        assert [step.kernel for step in path.options[0].steps] == [fused]
+        takes = float16.why_not
+        monkeypatch.setattr(
+            float16, "why_not", lambda name, parts: "no" if name == fused else takes(name, parts)
+        )
+        refused = dispatch_chain(layers[:1], 2048, 0.1, **half, **ends)
+        assert not refused.paths
+        assert dispatch_chain(layers[:1], 2048, 0.1, device="NVIDIA H200", **ends).paths
     finally:
         dispatcher.use_snapshot(None)
 
@@ -331,6 +348,18 @@ def test_without_prepared_weights_tensors_between_layers_are_bfloat16() -> None:
 
 
 @pytest.mark.usefixtures("known")
+def test_a_chain_in_float16_is_that_everywhere() -> None:
+    choice = dispatch_chain(LAYERS, 32, 0.2, dtype=torch.float16, in_granularity="row")
+    static = "e4m3fn/tensor"
+    assert choice.formats == ("e4m3fn/row", static, static, static, "float16")
+    assert [step.problem.out_format for step in choice.plain] == [Format.FLOAT16] * 5
+    run = dispatch_chain([(64, 64, "none")], 8, dtype=torch.float16).prepare(
+        [torch.full((64, 64), 64.0, dtype=torch.float16)]
+    )
+    assert run(torch.full((8, 64), 1024.0, dtype=torch.float16)).isinf().all()  # 2 ** 22
+
+
+@pytest.mark.usefixtures("known")
 def test_inputs_and_outputs_of_a_chain_may_be_fp8() -> None:
     choice = dispatch_chain(LAYERS, 32, 0.2, in_granularity="row", out_granularity="tensor")
     assert (choice.formats[0], choice.formats[-1]) == ("e4m3fn/row", "e4m3fn/tensor")
@@ -360,6 +389,7 @@ def test_inputs_and_outputs_of_a_chain_may_be_fp8() -> None:
         ([(64, 32, "rms")], {"in_granularity": "128x128"}, FormatError, "expected tensor, row"),
         ([(64, 32, "rms")], {"in_granularity": "cell"}, FormatError, "granularity is 'cell'"),
         ([(64, 32, "none")], {"out_granularity": "tensor"}, FormatError, "is not bounded"),
+        ([(64, 32, "rms")], {"dtype": torch.float32}, FormatError, "dtype is torch.float32"),
         ([(64, 32, "rms")], {"distribution": "X99"}, UnknownNameError, "X99"),
     ],
 )  # fmt: skip
@@ -374,10 +404,12 @@ def test_invalid_requests_raise(
 # --- run
 
 
-def drawn(layers: list[Any] = LAYERS, m: int = 32) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+def drawn(
+    layers: list[Any] = LAYERS, m: int = 32, dtype: torch.dtype = torch.bfloat16
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn((m, layers[0][1]), generator=generator).bfloat16()
-    weights = [(torch.randn(n, k, generator=generator) / math.sqrt(k)).bfloat16()
+    x = torch.randn((m, layers[0][1]), generator=generator).to(dtype)
+    weights = [(torch.randn(n, k, generator=generator) / math.sqrt(k)).to(dtype)
                for n, k, _ in layers]  # fmt: skip
     biases = [torch.randn(n, generator=generator) for n, _, _ in layers]
     return x, weights, biases
@@ -391,7 +423,7 @@ def layer_by_layer(choice: ChainChoice, x: Any, weights: list[Tensor], biases: l
             x = run(kernel, x)
             continue
         if problem.op == "dequantize":
-            x = run(kernel, x)
+            x = run(kernel, x, out_format=problem.out_format)
             continue
         assert problem.b is not None
         weight = weights[step.place]
@@ -403,9 +435,9 @@ def layer_by_layer(choice: ChainChoice, x: Any, weights: list[Tensor], biases: l
             assert x.granularity is TENSOR and x.scale is not None
             spread = problem.a.granularity.scale_shape(*x.data.shape)
             x = QuantizedTensor.packed(x.data, x.scale.expand(spread), problem.a.granularity)
-        kind: dict[str, Any] = {}
+        kind: dict[str, Any] = {"out_format": problem.out_format}
         if problem.out_format.is_fp8:
-            kind = {"out_granularity": problem.out_granularity}
+            kind |= {"out_granularity": problem.out_granularity}
         if problem.out_granularity is TENSOR:
             kind["out_scale"] = "static"
         x = run(kernel, x, b, bias=biases[step.place], norm="block_rms(64)",
@@ -421,15 +453,20 @@ ENDS: list[dict[str, Any]] = [
 @pytest.mark.usefixtures("known")
 @pytest.mark.parametrize("ends", ENDS, ids=str)
 @pytest.mark.parametrize("budget", [None, 0.05, 0.07, 0.2])
-def test_a_run_equals_its_kernels_in_sequence(budget: float | None, ends: dict[str, Any]) -> None:
-    choice = dispatch_chain(LAYERS, 32, budget, **ends)
-    x, weights, biases = drawn()
+@HALVES
+def test_a_run_equals_its_kernels_in_sequence(
+    dtype: torch.dtype, budget: float | None, ends: dict[str, Any]
+) -> None:
+    choice = dispatch_chain(LAYERS, 32, budget, dtype=dtype, **ends)
+    x, weights, biases = drawn(dtype=dtype)
+    if budget != 0.2:  # else in float32
+        biases = [bias.to(dtype) for bias in biases]
     given = lokakern.quantize(x, "row") if "in_granularity" in ends else x
     run = choice.prepare(weights, biases)
     expected = layer_by_layer(choice, given, weights, biases)
     for out in (run(given), run(given), run(given, run.empty_output())):
         if isinstance(out, Tensor):
-            assert torch.equal(out, expected)
+            assert out.dtype is dtype and torch.equal(out, expected)
             continue
         assert torch.equal(out.data.view(torch.uint8), expected.data.view(torch.uint8))
         assert out.scale is not None and torch.equal(out.scale, expected.scale)
@@ -476,8 +513,9 @@ def test_a_static_scale_depends_on_the_weights_of_the_norm() -> None:
     assert float(out.scale) == pytest.approx(expected, rel=1e-6)
 
 
+@HALVES
 def test_the_error_of_a_chain_is_near_its_prediction(
-    known: None, monkeypatch: pytest.MonkeyPatch
+    known: None, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
     """With the errors of single layers, as `bench sweep` finds them on X1 at n = k = 512."""
 
@@ -489,7 +527,7 @@ def test_the_error_of_a_chain_is_near_its_prediction(
     tell(monkeypatch, told, KERNELS_OF_TESTS)
     for count in (2, 4):
         layers = [(512, 512, "bias+block_rms(256)+hardswish")] * count
-        choice = dispatch_chain(layers, 256, 0.2, distribution="X1")
+        choice = dispatch_chain(layers, 256, 0.2, distribution="X1", dtype=dtype)
         assert set(choice.formats[1:-1]) == {"e4m3fn/tensor"} and choice.row_err
         (errors,) = bench_chain._errors(choice, "X1", (0,))
         assert choice.row_err == pytest.approx(errors.row_err, rel=0.04)
@@ -505,6 +543,10 @@ def wrong_calls() -> list[tuple[Callable[[Any, Any, Any], Any], type[Exception],
         (lambda x, w, b: ready(LAYERS, 32).prepare([v.t() for v in w], b), ShapeError, "row-major"),
         (lambda x, w, b: ready(LAYERS, 32).prepare([v.float() for v in w], b), FormatError,
          "weight of layer 1 is torch.float32"),
+        (lambda x, w, b: ready(LAYERS, 32).prepare([v.half() for v in w], b), FormatError,
+         "weight of layer 1 is torch.float16; expected torch.bfloat16"),
+        (lambda x, w, b: ready(LAYERS, 32, dtype=torch.float16).prepare(w, b), FormatError,
+         "weight of layer 1 is torch.bfloat16; expected torch.float16"),
         (lambda x, w, b: ready(LAYERS, 32).prepare(w, [v[:64] for v in b]), ShapeError, "bias is"),
         (lambda x, w, b: ready(LAYERS, 32).prepare(w, [3, None, *b[2:]]), FormatError,
          "bias is int; expected a torch.Tensor"),

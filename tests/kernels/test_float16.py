@@ -17,8 +17,10 @@ import lokakern
 from lokakern import numerics
 from lokakern.build.prebuild import jobs_for
 from lokakern.device import current_device
+from lokakern.functional import gemm_norm as functional
 from lokakern.functional.checks import operand_of
 from lokakern.functional.norm_backward import norm_backward
+from lokakern.functional.run import run as run_kernel
 from lokakern.kernels.cuda import gemm_norm, half, quantize, scaled_gemm, tiles
 from lokakern.measure.norm_errors import norm_kernel_error
 from lokakern.measure.tiled_compare import compare_bytes, compare_sums
@@ -28,6 +30,7 @@ from lokakern.problems import make_problem
 from lokakern.registry import float16, ops
 from lokakern.registry.norm_gradients import norm_gradients
 from lokakern.registry.register import KERNELS, fp8_format
+from lokakern.selection import dispatcher
 from lokakern.types import (
     PLAIN,
     Device,
@@ -289,8 +292,9 @@ def test_float16_does_not_mix_with_bfloat16() -> None:
         lokakern.gemm_norm(x, x.t(), norm="rms", residual=y)
     with pytest.raises(lokakern.errors.LokakernError, match="out_format 'bfloat16'; leave"):
         lokakern.gemm_norm(x, x.t(), norm="rms", out_format="bfloat16")
-    with pytest.raises(lokakern.errors.LokakernError, match=r"expected torch\.bfloat16 or torch"):
-        lokakern.gemm_norm(q, q.t(), norm="rms", norm_weight=y[0].half(), out_granularity="row")
+    for given in ({"norm_weight": y[0].half()}, {"norm_weight": y[0], "gate": y.half()}):
+        with pytest.raises(lokakern.errors.LokakernError, match=r"expected .*torch\.float16"):
+            lokakern.gemm_norm(q, q.t(), norm="rms", residual=y, out_granularity="row", **given)
 
 
 # --- norms of rows
@@ -465,15 +469,16 @@ PRODUCT_SIZES = ((37, 72, 264), (130, 256, 173), (67, 1024, 256), (300, 520, 512
 def normed_product(
     kernel: Any, where: str, size: tuple[int, int, int], place: int, granularity: Granularity
 ) -> Run | None:
-    """A launch, with vectors in float16 or float32; None of FP8 from FP8, which has no float16."""
+    """A launch, with vectors in float16 or float32; None from FP8 to FP8 without float16."""
     (m, n, k), (norm, last, vectors) = size, PRODUCT_FORMS[place]
-    if granularity is not Granularity.NONE and takes_fp8(kernel):
-        return None
     generator = torch.Generator().manual_seed(place)
     x, w = (torch.randn(rows, k, generator=generator) for rows in (m, n))
     x *= torch.logspace(-3, 2, m).unsqueeze(1)
     x[m // 2] = 0.0
     epilogue = in_half(epilogue_of(norm, last, vectors, place % 2 == 0, m, n, where))
+    is_fp8 = granularity is not Granularity.NONE and takes_fp8(kernel)
+    if is_fp8 and not float16.has_half(None, None, epilogue):
+        return None
     return Run(kernel, x.half().to(where), w.half().to(where), epilogue, granularity)
 
 
@@ -604,8 +609,45 @@ def test_gemm_norm_takes_float16() -> None:
         made = lokakern.gemm_norm(x, w.t(), out_granularity="row", **options)
         found = lokakern.dequantize(made, "float16").double()
         assert 0 < (found - exact).norm() < 0.06 * exact.norm()
+        made = lokakern.gemm_norm(q, p, out_granularity="row", **options)
+        traced = torch.compile(lokakern.gemm_norm, backend="aot_eager")(
+            q, p, out_granularity="row", **options
+        )
+        found = lokakern.dequantize(made, "float16").double()
+        assert torch.equal(found, lokakern.dequantize(traced, "float16").double())
+        assert (found - exact).norm() < 0.08 * exact.norm()
     prepared = lokakern.prepare_weight(w, 0.06, (1, 64))
     assert lokakern.gemm_norm(x, prepared, norm="rms").dtype is HALF.dtype
+
+
+def test_from_fp8_to_fp8_kernels_are_chosen_that_take_float16(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The problem is that of bfloat16: what is beside the sums tells."""
+    q, p = lokakern.quantize(torch.randn(8, 32)), lokakern.quantize(torch.randn(16, 32)).t()
+    bias = torch.rand(16)
+
+    def quantized(bias: Tensor) -> tuple[Any, list[str]]:
+        ran: list[str] = []
+        with monkeypatch.context() as patch:
+            real = functional._launch
+            patch.setattr(functional, "_launch", lambda kernel, *rest: (
+                ran.append(kernel.name), real(kernel, *rest)))  # fmt: skip
+            made = lokakern.gemm_norm(q, p, norm="rms", bias=bias, out_granularity="row")
+        return made, ran
+
+    half, wide = quantized(bias.half()), quantized(bias.half().float())
+    assert half[1] == wide[1] == quantized(bias.bfloat16())[1]
+    assert torch.equal(half[0].data.view(torch.uint8), wide[0].data.view(torch.uint8))
+    takes, refused = float16.why_not, half[1][0]
+    monkeypatch.setattr(
+        float16, "why_not",
+        lambda name, parts: "takes no float16" if name == refused else takes(name, parts),
+    )  # fmt: skip
+    dispatcher.use_snapshot(None)  # forgets choices
+    assert refused in quantized(bias.bfloat16())[1] and refused not in quantized(bias.half())[1]
+    with pytest.raises(lokakern.errors.UnsupportedError, match="takes no float16"):
+        run_kernel(KERNELS[refused], q, p, norm="rms", bias=bias.half(), out_granularity="row")
 
 
 def run_epilogue(options: dict[str, Any]) -> NormEpilogue:
