@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from lokakern.nn.autocast import HALF
 from lokakern.nn.graph_edit import add, bytes_of, readers, replace, same, value
 from lokakern.nn.token_mixing import ALIGNMENT
 
@@ -75,9 +76,7 @@ def _parts_of(cat: fx.Node) -> list[_Part]:
         parts.append(_Part(node, begin, begin + of.shape[1]))
         begin += of.shape[1]
     large = max(part.count for part in parts)
-    is_few = 0 < begin - large <= FEW_TOKENS
-    # Partial sums in float16 could overflow where the whole does not.
-    return parts if is_few and whole.dtype is torch.bfloat16 else []
+    return parts if 0 < begin - large <= FEW_TOKENS and whole.dtype in HALF else []
 
 
 _Write = Callable[[fx.Node, list[_Part]], None]
@@ -94,7 +93,9 @@ def _product(user: fx.Node, cat: fx.Node) -> tuple[fx.Node, _Write] | None:
         return None
     if is_left:
         return user, _write_rows
-    return (user, _write_sums) if _shared(left) is not None else None
+    # Partial sums in float16 could overflow where the whole does not.
+    is_safe = cat.meta["val"].dtype is not torch.float16
+    return (user, _write_sums) if is_safe and _shared(left) is not None else None
 
 
 def _saved_bytes(cat: fx.Node, products: list[tuple[fx.Node, _Write]]) -> int:

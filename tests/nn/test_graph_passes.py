@@ -269,17 +269,29 @@ def test_pieces_of_a_sum_are_right(dims: int, is_strided: bool) -> None:
         assert distance(found, expected) < 2**-7
 
 
-def test_float16_is_left() -> None:
-    """A part of a sum could overflow where the sum does not."""
+def test_sums_in_float16_are_left() -> None:
+    """A part of a sum could overflow where the sum does not; rows are of one part each."""
 
-    def call(w: Tensor, *parts: Tensor) -> Tensor:
-        return torch.bmm(w.expand(BATCH, -1, -1), torch.cat(parts, 1))
+    def rows(y: Tensor, *parts: Tensor) -> Tensor:
+        return torch.bmm(torch.cat(parts, 1), y)
 
-    given = torch.randn(24, 39).half(), *(x.half() for x in parts_of(1, 38))
-    gm = make_fx(call, tracing_mode="fake")(*given)
-    concatenated_tokens.multiply_parts(gm.graph)
-    gm.recompile()
-    assert "aten.cat" in gm.code
+    def both(y: Tensor, w: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor]:
+        return rows(y, *parts), torch.bmm(w.expand(BATCH, -1, -1), torch.cat(parts, 1))
+
+    y, w = torch.randn(BATCH, D, 8).half(), torch.randn(24, 39).half()
+    parts = [x.half() for x in parts_of(1, 38)]
+    for call, given, is_left in ((rows, (y, *parts), False), (both, (y, w, *parts), True)):
+        gm = make_fx(call, tracing_mode="fake")(*given)
+        gm.graph.eliminate_dead_code()
+        for cat in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default)[1:]:
+            cat.replace_all_uses_with(
+                gm.graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default)[0]
+            )
+        concatenated_tokens.multiply_parts(gm.graph)
+        gm.recompile()
+        assert ("aten.cat" in gm.code) is is_left and ("rows_of_parts" in gm.code) is not is_left
+        if not is_left:
+            assert distance(gm(*given), call(*given)) < 2**-10
 
 
 def normed(alpha: float | None, times: int) -> Callable[..., Tensor]:

@@ -13,6 +13,7 @@ from torch import Tensor
 import lokakern
 from lokakern import nvrtc
 from lokakern.nn import rectified_products, routed_matmul
+from lokakern.nn.routed_matmul import in_dtype
 from lokakern.registry.register import KERNELS
 from lokakern.sampled_check import Marker
 from lokakern.types import ErrorBudget
@@ -26,8 +27,11 @@ OP = "ops.lokakern.rectified_product"
 WEIGHT = torch.randn(N, 8, generator=torch.Generator().manual_seed(3)).bfloat16()
 
 
-def layer(route: str = ROUTE, *, bias: bool = True, k: int = K, n: int = N) -> Any:
-    made = layer_of((route, "", ""), n, k, bias=bias)
+def layer(
+    route: str = ROUTE, *, bias: bool = True, k: int = K, n: int = N,
+    half: torch.dtype = torch.bfloat16,
+) -> Any:  # fmt: skip
+    made = layer_of((in_dtype(route, half), "", ""), n, k, bias=bias, dtype=half)
     made.freeze()
     return made.eval().requires_grad_(False)
 
@@ -47,15 +51,19 @@ def found_in(run: Callable[[Tensor], Any], x: Tensor | None = None, **options: A
     return OP in passed(run, rows() if x is None else x, **options)[1]
 
 
-@pytest.mark.parametrize("bias", [True, False])
-def test_a_product_computes_the_relu_that_a_library_reads(bias: bool) -> None:
-    linear = layer(bias=bias)
-    x = rows()
-    found, graph = passed(lambda x: F.relu(linear(x)) @ WEIGHT, x)
+@pytest.mark.parametrize(
+    ("bias", "half"),
+    [(True, torch.bfloat16), (False, torch.bfloat16), (True, torch.float16)],
+)
+def test_a_product_computes_the_relu_that_a_library_reads(bias: bool, half: torch.dtype) -> None:
+    linear, weight = layer(bias=bias, half=half), WEIGHT.to(half)
+    x = rows().to(half)
+    found, graph = passed(lambda x: F.relu(linear(x)) @ weight, x)
     assert OP in graph and "routed_gemm" not in graph and "aten.relu" not in graph
     with torch.no_grad():
-        assert torch.equal(found, exact(x, linear) @ WEIGHT)
-        assert torch.equal(found, F.relu(linear(x)) @ WEIGHT)
+        assert found.dtype is half and torch.equal(found, F.relu(linear(x)) @ weight)
+        if half is torch.bfloat16:
+            assert torch.equal(found, exact(x, linear) @ weight)
 
 
 def test_parts_of_the_activation_are_read_by_products_of_batches() -> None:
@@ -162,10 +170,11 @@ def test_generated_code_quantizes_an_input_by_a_kernel() -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_the_product_computes_the_relu() -> None:
-    linear = layer(k=512, n=2048).cuda()
-    x = rows(256, 512).cuda()
-    weight = torch.randn(2048, 64, device="cuda", dtype=torch.bfloat16) / 64
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_on_a_gpu_the_product_computes_the_relu(half: torch.dtype) -> None:
+    linear = layer(k=512, n=2048, half=half).cuda()
+    x = rows(256, 512).cuda().to(half)
+    weight = torch.randn(2048, 64, device="cuda", dtype=half) / 64
 
     def run(x: Tensor) -> Tensor:
         return F.relu(linear(F.layer_norm(x, (512,)))) @ weight

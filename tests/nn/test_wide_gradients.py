@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._inductor import config
 
 from lokakern.nn import graph_passes, routed_matmul, wide_gradients
-from lokakern.nn.routed_matmul import route_text, switched
+from lokakern.nn.routed_matmul import in_dtype, route_text, switched
 from lokakern.types import Granularity
 from tests.support.routed_layers import BY_GROUP, BY_ROW, layer_of, rows
 from tests.support.traced_graphs import graphs_of
@@ -37,14 +37,18 @@ def every_device_writes_float32(monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 class Model(nn.Module):
     """A converted layer and one of torch with float32 weights."""
 
-    def __init__(self, read: Read, route: str, dtype: torch.dtype, k: int = K) -> None:
+    def __init__(
+        self, read: Read, route: str, dtype: torch.dtype, k: int = K,
+        half: torch.dtype = torch.bfloat16,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.layer = layer_of((BY_ROW, BY_ROW, route), n=K, k=k, bias=False, dtype=dtype)
+        routes = (in_dtype(BY_ROW, half), in_dtype(BY_ROW, half), in_dtype(route, half))
+        self.layer = layer_of(routes, n=K, k=k, bias=False, dtype=dtype)
         self.plain = nn.Linear(K, 32, bias=False, dtype=dtype)
-        self.read = read
+        self.read, self.half_dtype = read, half
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(x.device.type, dtype=self.half_dtype):
             return self.read(self, x)
 
 
@@ -68,10 +72,11 @@ def turned(model: Model, x: Tensor) -> Tensor:
 
 
 def run(
-    read: Read, route: str = WIDE, dtype: torch.dtype = torch.float32, k: int = K
-) -> tuple[list[Tensor], list[Tensor], str]:
+    read: Read, route: str = WIDE, dtype: torch.dtype = torch.float32, k: int = K,
+    half: torch.dtype = torch.bfloat16, scale: float = 1.0,
+) -> tuple[list[Tensor], list[Tensor], str]:  # fmt: skip
     """Gradients of both weights, changed and in eager calls, and the text of the graphs."""
-    model, x = Model(read, route, dtype, k), rows(k=k)
+    model, x = Model(read, route, dtype, k, half), rows(k=k).to(half)
     found, graphs = graphs_of(
         model, x, change=lambda graph: None, trains=True,
         change_both=graph_passes.JointPasses(None),
@@ -80,30 +85,50 @@ def run(
     weights = torch.randn(found.shape)
     both = []
     for y in (found, model(x)):
-        both.append(torch.autograd.grad((y.float() * weights).sum(), list(model.parameters())))
+        loss = scale * (y.float() * weights).sum()
+        both.append(torch.autograd.grad(loss, list(model.parameters())))
     text = "\n".join(graph.python_code("self").src for graph in graphs)
     return list(both[0]), list(both[1]), text
 
 
+BF16 = torch.bfloat16
+
+
 @pytest.mark.parametrize(
-    ("read", "route", "counts"),
+    ("read", "route", "counts", "half"),
     [
-        (usual, WIDE, (1, 0, 1)), (widened, WIDE, (1, 0, 1)), (twice, WIDE, (0, 2, 0)),
-        (usual, LATER, (1, 0, 1)), (usual, BY_GROUP, (0, 1, 1)), (turned, WIDE, (1, 0, 1)),
+        (usual, WIDE, (1, 0, 1), BF16), (widened, WIDE, (1, 0, 1), BF16),
+        (twice, WIDE, (0, 2, 0), BF16), (usual, LATER, (1, 0, 1), BF16),
+        (usual, BY_GROUP, (0, 1, 1), BF16), (turned, WIDE, (1, 0, 1), BF16),
+        (usual, WIDE, (1, 0, 1), torch.float16), (usual, LATER, (1, 0, 1), torch.float16),
     ],
 )  # fmt: skip
-def test_products_write_float32(read: Read, route: str, counts: tuple[int, int, int]) -> None:
-    found, expected, text = run(read, route)
+def test_products_write_float32(
+    read: Read, route: str, counts: tuple[int, int, int], half: torch.dtype
+) -> None:
+    found, expected, text = run(read, route, half=half)
     assert tuple(text.count(name) for name in (WIDE_OP, NARROW_OP, WIDE_MM)) == counts
     for one, other, is_wide in zip(found, expected, (counts[0], counts[2]), strict=True):
         assert one.dtype is torch.float32 and one.stride() == other.stride()
         assert (one - other).norm() < 0.003 * other.norm()
-        if is_wide:  # the other one rounded to bfloat16
-            assert torch.equal(one.bfloat16().float(), other) and not torch.equal(one, other)
+        if is_wide:  # the other one rounded
+            assert torch.equal(one.to(half).float(), other) and not torch.equal(one, other)
 
 
-def test_gradients_in_bfloat16_are_left() -> None:
-    _, _, text = run(usual, dtype=torch.bfloat16)
+def test_a_gradient_beyond_float16_stays_finite() -> None:
+    """In float32, where autograd rounds it to infinity; that of the output is infinite in both."""
+    found, expected, text = run(usual, half=torch.float16, scale=1.4e4)
+    assert WIDE_OP in text and WIDE_MM in text
+    for one, other in zip(found, expected, strict=True):
+        assert one.isfinite().all() and torch.equal(one.half().float(), other)
+    assert any(other.isinf().any() for other in expected)
+    found, expected, _ = run(usual, half=torch.float16, scale=2.0**40)
+    assert not any(x.isfinite().all() for x in (*found, *expected))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_of_weights_that_are_not_float32_are_left(dtype: torch.dtype) -> None:
+    _, _, text = run(usual, dtype=dtype, half=dtype)
     assert WIDE_OP not in text and WIDE_MM not in text
 
 
@@ -155,24 +180,20 @@ def test_the_op_is_unquantized_while_its_switch_is_off() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("samples", [48, 4096])
-def test_gradients_are_not_rounded_on_a_gpu(samples: int) -> None:
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_gradients_are_not_rounded_on_a_gpu(samples: int, half: torch.dtype) -> None:
     device = torch.device("cuda")
     torch.manual_seed(0)
-    model = Model(usual, WIDE, torch.float32, k=256).to(device)
-    x = torch.randn(samples, 256, device=device).bfloat16()
-
-    def call(x: Tensor) -> Tensor:
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            return usual(model, x)
-
+    model = Model(usual, WIDE, torch.float32, k=256, half=half).to(device)
+    x = torch.randn(samples, 256, device=device).to(half)
     torch._dynamo.reset()
     found = []
-    for run in (torch.compile(call, fullgraph=True, dynamic=False), call):
+    for run in (torch.compile(model, fullgraph=True, dynamic=False), model):
         model.zero_grad()
         run(x).float().square().sum().backward()
         found.append([p.grad for p in model.parameters()])
     for one, other in zip(*found, strict=True):
         assert one is not None and other is not None and one.stride() == other.stride()
         assert (one - other).norm() < 0.02 * other.norm()
-        assert not torch.equal(one, one.bfloat16().float())
-        assert torch.equal(other, other.bfloat16().float())
+        assert not torch.equal(one, one.to(half).float())
+        assert torch.equal(other, other.to(half).float())
