@@ -253,8 +253,7 @@ def convert(
             None means, or ``torch.float16``. Other weights have a dtype of their own. In another
             dtype than that a layer multiplies unquantized, and a warning says so. Kernels for
             float16 need errors that were measured with it (``sweep --suite float16``), of which the
-            shipped files have none, or a report of Probe in float16. In float16, norms and
-            activations outside of chains are torch's, and no product applies a relu.
+            shipped files have none, or a report of Probe in float16.
 
     Returns:
         The choices, their reasons, and methods to change and undo them.
@@ -542,7 +541,7 @@ class Conversion:
             site.routes = chosen
         if off_chains is not None:
             self.off_chains = frozenset(off_chains)
-        if self._main_grads is not None or self._delayed is not None or self.in_float16:
+        if self._main_grads is not None or self._delayed is not None:
             has_relus = False  # unknown to ops of these
         others = self.sites if has_relus not in (None, self.has_relus) else ()
         if has_relus is not None:
@@ -565,11 +564,6 @@ class Conversion:
         """The dtype in which a site multiplies: float16, or bfloat16."""
         weight = shape_of(module)[3].dtype
         return weight if weight in HALF else self._dtype
-
-    @property
-    def in_float16(self) -> bool:
-        """Whether a site multiplies in float16, which kernels that do more than products lack."""
-        return any(self.dtype_of(module) is torch.float16 for module in self._modules.values())
 
     def _raw_owners(self) -> list[nn.Module]:
         """Modules of users whose products with parameters of their own are sites."""
@@ -632,8 +626,7 @@ class Conversion:
                 if is_joined:
                     joined = joined_between(sequence)
                 scales = self._scales_of(sequence, device)
-                is_read = self._inference and not self.in_float16  # by kernels of activations
-                found = activations_between(sequence, scales) if is_read else {}
+                found = activations_between(sequence, scales) if self._inference else {}
                 for place, (name, reader) in found.items():
                     k = reader.in_features
                     route = activating_route(device, k, name, m_range=self._m_range)

@@ -19,7 +19,7 @@ from lokakern.conversion.paired_timing import Variant
 from lokakern.conversion.restored_state import DERIVED
 from lokakern.conversion.routes import EMULATED, GEMMS, Route
 from lokakern.errors import UnsupportedError
-from lokakern.nn.autocast import is_in
+from lokakern.nn.autocast import half_of
 from lokakern.nn.chain_plan import read_plan, steps_at
 from lokakern.nn.linear import CHAIN_DATA, CHAIN_SCALE, is_linear
 from lokakern.nn.module_scan import shape_of
@@ -102,7 +102,7 @@ def observed_rows(conversion: Conversion, step: Callable[[], object]) -> Observe
                 # Inputs of a raw product may be [..., k, 1].
                 columns = module.in_features if isinstance(module, RawProduct) else x.shape[-1]
                 rows[name].add(x.numel() // columns)
-                if is_in(half, x.dtype, weight, x.device.type):
+                if half_of(x.dtype, weight, x.device.type) is half:
                     fit.add(name)
                 else:
                     unfit[name] = x.dtype, weight, half

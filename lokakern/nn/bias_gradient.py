@@ -26,8 +26,8 @@ def bias_gradient(grad: Tensor, bias: Tensor) -> Tensor:
     """Sums of the columns of a gradient, in the order of `lokakern.sums`.
 
     Args:
-        grad: Of the output of a layer, ``[m, n]``, bfloat16.
-        bias: ``[n]``; its gradient has its dtype.
+        grad: Of the output of a layer, ``[m, n]``, bfloat16 or float16.
+        bias: ``[n]``, in that dtype or float32, as its gradient.
 
     Returns:
         The gradient of the bias, ``[n]``.

@@ -21,15 +21,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, is_grad_enabled
+from torch import Tensor, float16, is_grad_enabled
 from torch.compiler import is_exporting
 from torch.nn import Parameter
 
-from lokakern.nn.autocast import CAST, is_in_bfloat16
+from lokakern.nn.autocast import CAST, half_of
 from lokakern.nn.bias_gradient import AddedBias
 from lokakern.nn.logit import dot
 from lokakern.nn.norm_gradient import CHUNK, is_fast, takes
-from lokakern.nn.routed_matmul import is_constant, quantizes_at, traced_route
+from lokakern.nn.routed_matmul import FLOAT16, in_dtype, is_constant, quantizes_at, traced_route
 
 if TYPE_CHECKING:
     from lokakern.nn.linear import Linear
@@ -51,7 +51,7 @@ def form_at(
     form: str, plan: str, m: int, columns: int, dtype: torch.dtype, weight_dtype: torch.dtype,
     device: str,
 ) -> str:  # fmt: skip
-    """The form where it is used, or ""; a constant for compilers.
+    """The form where it is used, with the dtype, or ""; a constant for compilers.
 
     It reads the state of autocast, which Dynamo guards. Not where a gradient is quantized: the
     quantizer sums what it reads.
@@ -65,7 +65,8 @@ def form_at(
         weight_dtype: Of the weight.
         device: Type of the device.
     """
-    if not is_in_bfloat16(dtype, weight_dtype, device):
+    half = half_of(dtype, weight_dtype, device)
+    if half is None:
         return ""
     if torch._C._are_functorch_transforms_active() or is_exporting():
         return ""
@@ -73,7 +74,7 @@ def form_at(
         is_taken = not plan and columns == 1 and is_fast(CHUNK, device)
         if is_taken and form == LOGIT:
             fuse_quantizers()
-        return form if is_taken else ""
+        return in_dtype(form, half) if is_taken else ""
     flags, _, _, *gradients = plan.split("\0") if plan else ("", "", "")
     routes = tuple(map(traced_route, gradients))
     if flags or (any(routes) if m < 0 else quantizes_at(routes, m)):
@@ -81,7 +82,7 @@ def form_at(
     if not is_fast(columns, device):
         return ""
     fuse_quantizers()
-    return form
+    return in_dtype(form, half)
 
 
 def fuse_quantizers() -> str:
@@ -119,8 +120,11 @@ def multiply_in_form(layer: Linear, x: Tensor, input_scale: str) -> Tensor | Non
     if bias is not None and bias.shape != (n,):
         return None
     given = form, layer._plan, m, n, x.dtype, weight.dtype, x.device.type
-    if not form_at(*given):
+    found = form_at(*given)
+    if not found:
         return None
+    if form != SUMS and (FLOAT16 in found) is not (x.dtype is float16):
+        x = x.half() if FLOAT16 in found else x.bfloat16()  # which decides the dtype
     if form == LOGIT:
         y: Tensor = torch.ops.lokakern.logit(x, weight, bias)
         return y

@@ -148,13 +148,14 @@ def fuse_quantizers() -> None:
 
     def logit(x: Any, weight: Any, bias: Any) -> Any:
         cast = lowerings[torch.ops.prims.convert_element_type.default]
-        x, weight = (cast(cast(y, torch.bfloat16), torch.float32) for y in (x, weight))
+        half = torch.float16 if x.get_dtype() is torch.float16 else torch.bfloat16
+        x, weight = (cast(cast(y, half), torch.float32) for y in (x, weight))
         product = lowerings[torch.ops.aten.mul.Tensor](x, weight)
         total = lowerings[torch.ops.aten.sum.dim_IntList](product, [-1], True)
         if bias is not None:
-            wide = cast(cast(bias, torch.bfloat16), torch.float32)
+            wide = cast(cast(bias, half), torch.float32)
             total = lowerings[torch.ops.aten.add.Tensor](total, wide)
-        return cast(total, torch.bfloat16)
+        return cast(total, half)
 
     register_lowering(ops.logit.default, type_promotion_kind=None)(logit)
     rectify = torch.ops.aten._addmm_activation

@@ -12,18 +12,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, bfloat16, float32, is_grad_enabled, nn
+from torch import Tensor, bfloat16, float16, float32, is_grad_enabled, nn
 from torch.compiler import is_compiling, is_exporting
 from torch.nn import Parameter
 from torch.nn.functional import hardswish, layer_norm, relu, rms_norm, silu
 
-from lokakern.nn.autocast import CAST, is_in_bfloat16
+from lokakern.nn.autocast import CAST, half_of
 from lokakern.nn.chain_call import has_own_call, is_usual
 from lokakern.nn.compiled_form import fuse_quantizers
 from lokakern.nn.linear import ALTERED, Linear, is_linear
 from lokakern.nn.norm_gradient import is_fast, takes
 from lokakern.nn.rectified import are_calls_plain, has_backward_hooks
-from lokakern.nn.routed_matmul import OPS
+from lokakern.nn.routed_matmul import FLOAT16, OPS, in_dtype
 
 # Columns that share statistics. Training steps of three layers with LayerNorm and relu take an H200
 # 0.71 to 0.99 times as long with it at 128 to 2048 columns and 512 to 32768 rows, and at 4096
@@ -39,7 +39,6 @@ ACTIVATIONS: dict[type[nn.Module], str] = {
     nn.SiLU: "silu",
 }
 _APPLY = {"none": None, "relu": relu, "hardswish": hardswish, "silu": silu}
-_SUMMED = (bfloat16, float32)  # dtypes of vectors for which kernels add up sums
 
 
 def joined_between(sequence: nn.Sequential) -> tuple[str, ...]:
@@ -89,8 +88,9 @@ def joined_at(layer: nn.Module, norm: nn.Module | None, activation: str) -> str:
 def read_by(readers: Sequence[nn.Module], text: str) -> str:
     """A text of `joined_at` with a third word, "linear", if linear layers read the output.
 
-    Under autocast a norm of rows returns float32. Linear layers read it in bfloat16, so that the
-    op, which takes a gradient in bfloat16, rounds nothing; other readers' gradients are float32.
+    Under autocast a norm of rows returns float32. Linear layers read it in bfloat16 or
+    float16, so that the op, which takes a gradient in that, rounds nothing; other readers'
+    gradients are float32.
 
     Args:
         readers: All modules that read the output; none if something else does.
@@ -185,7 +185,7 @@ def multiply_with_norm(
     for place, vector in enumerate(given):
         if type(vector) is not Parameter or not vector.requires_grad:
             return None
-        if vector.dtype not in _SUMMED or vector.dtype is not given[0].dtype:
+        if vector.dtype is not given[0].dtype:
             return None
         # Dynamo breaks the graph at a function of autograd that is given one tensor twice.
         if any(vector is other for other in given[:place]):
@@ -193,11 +193,14 @@ def multiply_with_norm(
     if type(layer.weight) is not Parameter or x.shape[-1] != layer.in_features or x.dim() < 2:
         return None
     is_wide = norm is not None and not reader
-    if not joined_way(layer.out_features, x.dtype, layer.weight.dtype, x.device.type, is_wide):
+    way = joined_way(layer.out_features, x.dtype, layer.weight.dtype, x.device.type, is_wide)
+    half = float16 if FLOAT16 in way else bfloat16
+    # Of vectors of these dtypes kernels add up sums.
+    if not way or (given and given[0].dtype not in (half, float32)):
         return None
     shape = (*x.shape[:-1], layer.out_features)
     if residual is not None and not (
-        is_usual(residual) and residual.dtype is bfloat16 and residual.shape == shape
+        is_usual(residual) and residual.dtype is half and residual.shape == shape
     ):
         return None
     y = layer.forward_with(x, None if bias is None else bias.detach(), input_scale)
@@ -210,19 +213,20 @@ def multiply_with_norm(
 def joined_way(
     columns: int, dtype: torch.dtype, weight_dtype: torch.dtype, device: str, is_wide: bool
 ) -> str:
-    """A word if the op is to compute the gradients, or ""; a constant for compilers.
+    """A word with the dtype if the op is to compute the gradients, or ""; a constant for compilers.
 
     It reads the state of autocast and global hooks, which Dynamo guards. ``is_wide`` tells that
     the output may be read in float32 under autocast.
     """
     fuse_quantizers()
-    if not is_in_bfloat16(dtype, weight_dtype, device):
+    half = half_of(dtype, weight_dtype, device)
+    if half is None:
         return ""
     if is_wide and torch.is_autocast_enabled(device):
         return ""
     if torch._C._are_functorch_transforms_active() or not are_calls_plain() or is_exporting():
         return ""
-    return "joined" if is_fast(columns, device) else ""
+    return in_dtype("joined", half) if is_fast(columns, device) else ""
 
 
 class JoinedGradients(torch.autograd.Function):
@@ -251,8 +255,8 @@ class JoinedGradients(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         y, bias, weight, shift = ctx.saved_tensors
         given = (y, bias, weight, shift, ctx.kind, ctx.activation, ctx.eps)
-        # float32 behind a norm under autocast, cast from bfloat16: see `read_by`.
-        dy, sums = OPS.norm_gradient(gradients[0].bfloat16(), *given)
+        # float32 behind a norm under autocast, cast from that of y: see `read_by`.
+        dy, sums = OPS.norm_gradient(gradients[0].to(y.dtype), *given)
         of_bias = None if bias is None else sums[0]
         of_weight = None if weight is None else sums[int(bias is not None)]
         of_shift = None if shift is None else sums[-1]

@@ -17,7 +17,7 @@ from lokakern import sampled_check
 from lokakern.errors import UnsupportedError
 from lokakern.functional.checks import is_traced, warn_once
 from lokakern.native import NATIVE
-from lokakern.nn.autocast import HALF, is_in, is_in_bfloat16
+from lokakern.nn.autocast import HALF, half_of
 from lokakern.nn.compiled_form import form_at, fuse_quantizers, multiply_in_form
 from lokakern.nn.routed_matmul import (
     EAGER,
@@ -226,7 +226,7 @@ class Routed(nn.Module):
             return linear(x, weight, bias)
         if _is_sharded(weight):
             return self._of_shards(x, weight, bias, input_scale)
-        fits = is_in(dtype_of(plan), x.dtype, weight.dtype, x.device.type)
+        fits = half_of(x.dtype, weight.dtype, x.device.type) is dtype_of(plan)
         if self.is_offloaded and (not fits or _wants_gradients(x, weight, bias)):
             raise UnsupportedError(_OF_OFFLOADED)
         if not fits:  # kernels were chosen for one dtype
@@ -554,7 +554,7 @@ def traced_activated(
     fuse_quantizers()
     kernel, columns, route = found.split("\0")
     data, scale = _frozen_bytes(layer, columns)
-    bias = None if layer.bias is None else layer.bias.bfloat16()
+    bias = None if layer.bias is None else layer.bias.to(x.dtype)
     rows = x if x.dim() == 2 else x.reshape(-1, k)
     y: Tensor = OPS.activated_gemm(rows, activation, kernel, data, scale, bias, route)
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
@@ -564,9 +564,9 @@ def _activated_way(
     plan: str, activating: str, m: int, k: int, dtype: torch.dtype, device: str
 ) -> str:
     """Kernel, columns and route of `traced_activated`, or "": as of `_way`, a constant."""
-    if not plan.startswith("frozen") or dtype is not torch.bfloat16:
+    if not plan.startswith("frozen") or dtype is not dtype_of(plan):
         return ""
-    if torch.is_grad_enabled() or not is_in_bfloat16(dtype, dtype, device):
+    if torch.is_grad_enabled() or half_of(dtype, dtype, device) is not dtype:
         return ""
     _, columns, route, *_ = plan.split(_BETWEEN)
     route = traced_route(route)
@@ -593,7 +593,7 @@ def _way(
         plan = _BETWEEN.join((flags, columns, *routes))
     if torch._C._are_functorch_transforms_active():
         return ""
-    fits = is_in(dtype_of(plan), dtype, weight_dtype, device)
+    fits = half_of(dtype, weight_dtype, device) is dtype_of(plan)
     if OFFLOADED in flags:
         return f"{'offloaded' if fits else 'refused'}{_BETWEEN}{plan}"
     is_training = is_grad_enabled()
@@ -804,10 +804,10 @@ class Linear(nn.Linear, Routed):
         way = _way(plan, -1, x.dtype, weight.dtype, x.device.type, False)
         if not way or way.startswith("refused") or _wants_gradients(x, weight, self.bias):
             return None
-        if x.dtype is not bfloat16 or x.shape[-1:] != weight.shape[-1:]:
+        if x.dtype is not dtype_of(plan) or x.shape[-1:] != weight.shape[-1:]:
             return None
         data, scale = _frozen(self)
-        bias = None if self.bias is None else self.bias.bfloat16()
+        bias = None if self.bias is None else self.bias.to(x.dtype)
         rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         y = multiply_activated(rows, activation, activating, data, scale, bias, route)
         return y if y is None or x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])

@@ -15,15 +15,24 @@ _LIBRARY = torch.library.Library("lokakern", "FRAGMENT")
 
 
 def dot(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``x @ weight.t() + bias`` in bfloat16, ``[..., 1]``; weight ``[1, k]``, bias ``[1]``."""
+    """``x @ weight.t() + bias``, ``[..., 1]``; weight ``[1, k]``, bias ``[1]``.
+
+    In bfloat16, or in float16 if x is.
+    """
     # Of a vector: see `lokakern.nn.flat_sums` for gradients [1, k] by a sum.
-    wide = (_rounded(x) * _rounded(weight).squeeze(0)).sum(-1, keepdim=True)
-    return (wide if bias is None else wide + _rounded(bias)).bfloat16()
+    half = _half(x)
+    wide = (_rounded(x, half) * _rounded(weight, half).squeeze(0)).sum(-1, keepdim=True)
+    return (wide if bias is None else wide + _rounded(bias, half)).to(half)
 
 
-def _rounded(x: Tensor) -> Tensor:
+def _half(x: Tensor) -> torch.dtype:
+    """The dtype of the product: autocast to float16 casts x before."""
+    return torch.float16 if x.dtype is torch.float16 else torch.bfloat16
+
+
+def _rounded(x: Tensor, half: torch.dtype) -> Tensor:
     """X as a product reads it, in float32."""
-    return x.bfloat16().float()
+    return x.to(half).float()
 
 
 _LIBRARY.define(
@@ -42,11 +51,11 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     """As autograd has them of `dot`."""
     x, weight = ctx.saved_tensors
-    wide, (of_x, of_weight, of_bias) = dy.bfloat16().float(), ctx.needs_input_grad
-    over = tuple(range(x.dim() - 1))
-    dx = (wide * _rounded(weight).squeeze(0)).bfloat16().to(x.dtype) if of_x else None
-    dw = (wide * _rounded(x)).sum(over).bfloat16().to(weight.dtype)[None] if of_weight else None
-    db = wide.sum(over).bfloat16().to(ctx.bias_dtype) if of_bias else None
+    half, (of_x, of_weight, of_bias) = _half(x), ctx.needs_input_grad
+    wide, over = _rounded(dy, half), tuple(range(x.dim() - 1))
+    dx = (wide * _rounded(weight, half).squeeze(0)).to(half).to(x.dtype) if of_x else None
+    dw = (wide * _rounded(x, half)).sum(over).to(half).to(weight.dtype)[None] if of_weight else None
+    db = wide.sum(over).to(half).to(ctx.bias_dtype) if of_bias else None
     return dx, dw, db
 
 

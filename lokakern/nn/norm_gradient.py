@@ -46,9 +46,11 @@ def norm_gradient(
     """Gradients of ``activation(norm(y))``.
 
     Args:
-        dd: Gradient of the output, ``[m, n]``, bfloat16.
-        y: Input of the norm, ``[m, n]``, bfloat16. With relu and without a norm, the output does.
-        bias: Bias of the product before; its gradient is that of the sums of rows.
+        dd: Gradient of the output, ``[m, n]``, in the dtype of y.
+        y: Input of the norm, ``[m, n]``, bfloat16 or float16. With relu and without a norm, the
+            output does.
+        bias: Bias of the product before; its gradient is that of the sums of rows. Vectors are
+            float32, or of the dtype of y.
         norm_weight: ``[n]``.
         norm_bias: ``[n]``.
         norm: Name of the norm, as of `lokakern.norm.norm_named`.
@@ -56,7 +58,7 @@ def norm_gradient(
         eps: Of the norm.
 
     Returns:
-        The gradient of y, bfloat16, and in the dtype of the vectors those of the given ones,
+        The gradient of y, in its dtype, and in the dtype of the vectors those of the given ones,
         ``[vectors, n]``, summed in float32 in the order of `lokakern.sums`.
     """
     dy, sums = _empty(dd, y, bias, norm_weight, norm_bias)
@@ -86,7 +88,7 @@ def _empty(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     vectors = [x for x in (bias, norm_weight, norm_bias) if x is not None]
     dtype = vectors[0].dtype if vectors else torch.float32
-    dy = torch.empty(y.shape, dtype=torch.bfloat16, device=y.device)
+    dy = torch.empty(y.shape, dtype=y.dtype, device=y.device)
     return dy, torch.empty((len(vectors), y.shape[1]), dtype=dtype, device=y.device)
 
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from lokakern.errors import UnsupportedError
 from lokakern.functional.checks import warn_once
-from lokakern.nn.autocast import is_in
+from lokakern.nn.autocast import half_of
 from lokakern.nn.linear import Routed, _is_sharded, _is_without_data, _way, warn_unfit
 from lokakern.nn.raw_pattern import ADDMM, LEFT, LINEAR, MM, Matrix, reads_turned, roles_of
 from lokakern.nn.routed_matmul import dtype_of, is_known
@@ -134,7 +134,7 @@ class RawProduct(Routed):
             )
             return False
         given = x.dtype, weight.dtype, x.device.type
-        if not is_compiling() and not is_in(dtype_of(self._plan), *given):
+        if not is_compiling() and half_of(*given) is not dtype_of(self._plan):
             warn_unfit(x, weight, self._plan)
             return False
         m = x.numel() // x.shape[-1]  # the size of a shape is no symbol in torch.export

@@ -1,4 +1,4 @@
-"""A linear layer in bfloat16 and the relu behind it in one launch, `torch.bf16_relu`.
+"""A linear layer in bfloat16 or float16 and the relu behind it in one launch, `torch.bf16_relu`.
 
 Compiled code also has its gradients. In eager mode a layer that needs some runs as it is, because
 an autograd function in Python would take the host longer than the launch that it saves.
@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, _addmm_activation, bfloat16, is_grad_enabled, nn, strided
+from torch import Tensor, _addmm_activation, float16, is_grad_enabled, nn, strided
 from torch.compiler import is_compiling, is_exporting
 from torch.nn import Parameter, ReLU  # not by torch.nn: see `lokakern.nn.routed_matmul`
 
 from lokakern.functional.checks import is_traced
-from lokakern.nn.autocast import CAST, is_in_bfloat16
+from lokakern.nn.autocast import CAST, HALF, half_of
 from lokakern.nn.chain_call import has_global_hooks, has_own_call, is_usual, rows_in, static_rows
 from lokakern.nn.compiled_form import fuse_quantizers
 from lokakern.nn.linear import (
@@ -29,9 +29,12 @@ from lokakern.nn.linear import (
 )
 from lokakern.nn.norm_gradient import is_fast
 from lokakern.nn.routed_matmul import (
+    FLOAT16,
     OPS,
     PLAIN,
     RoutedLinear,
+    dtype_of,
+    in_dtype,
     quantizes_at,
     route_text,
     routed_gradients,
@@ -106,9 +109,9 @@ def multiply_rectified(
 ) -> Tensor | None:
     """``relu(layer(x))`` in one launch, or None where both have to run.
 
-    That is where the route has no kernel at this m, with hooks, dtypes other than bfloat16 and,
-    in compiled code, than those that autocast casts to it, with unusual tensors, and in eager mode
-    with gradients.
+    That is where the route has no kernel at this m, with hooks, dtypes other than one of bfloat16
+    and float16 or, in compiled code, those that autocast casts to it, with unusual tensors, and in
+    eager mode with gradients.
 
     Args:
         layer: A layer.
@@ -131,8 +134,8 @@ def multiply_rectified(
         m = rows_in(x)
         if m < 0 or is_traced() or x.is_meta or x.layout is not strided:
             return None
-        if not x.dtype is weight.dtype is bfloat16:  # a cast weight is one more launch
-            return None
+        if x.dtype is not weight.dtype or x.dtype not in HALF:
+            return None  # a cast weight is one more launch
         if not {type(weight), type(bias)} <= {Parameter, Tensor}:
             return None
     if x.dim() < 2 or x.shape[-1] != layer.in_features:
@@ -141,11 +144,11 @@ def multiply_rectified(
         return None  # nn.Linear adds the bias separately, and rounds twice
     given = layer._plan, route, m, x.dtype, weight.dtype, x.device.type
     found = traced_way(layer.out_features, *given) if is_compiling() else rectifying_way(*given)
-    if not found:
-        return None
+    if not found or (not is_compiling() and (FLOAT16 in found) is not (x.dtype is float16)):
+        return None  # autocast would cast
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     if is_compiling():
-        rows = rows.bfloat16()
+        rows = rows.half() if FLOAT16 in found else rows.bfloat16()
     if is_grad_enabled() and _wants_gradients(x, weight, bias):
         if not is_compiling() or has_backward_hooks(layer):
             return None
@@ -153,7 +156,7 @@ def multiply_rectified(
             return None
         y: Tensor = RectifiedLinear.apply(rows, weight, bias, *found.split("\0"))  # type: ignore[no-untyped-call]
     elif is_compiling():
-        y = _addmm_activation(bias.bfloat16(), rows, weight.bfloat16().t())
+        y = _addmm_activation(bias.to(rows.dtype), rows, weight.to(rows.dtype).t())
     else:
         y = _addmm_activation(bias, rows, weight.t())
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
@@ -162,13 +165,14 @@ def multiply_rectified(
 def rectifying_way(
     plan: str, route: str, m: int, dtype: torch.dtype, weight_dtype: torch.dtype, device: str
 ) -> str:
-    """`APART`, and the routes of both gradients; "" where the modules have to run.
+    """`APART` with the dtype, and routes of both gradients; "" where the modules have to run.
 
     It reads the state of autocast and global hooks, which Dynamo guards. ``m`` is -1 if it is
     dynamic.
     """
     is_at = quantizes_at((route,), m) if m >= 0 else _is_at_any(route)
-    if not is_at or not is_in_bfloat16(dtype, weight_dtype, device):
+    half = half_of(dtype, weight_dtype, device)
+    if not is_at or half is None:
         return ""
     if torch._C._are_functorch_transforms_active() or not are_calls_plain():
         return ""
@@ -178,7 +182,9 @@ def rectifying_way(
     is_quantized = quantizes_at((to_output,), m) if m >= 0 else to_output != PLAIN
     if ALTERED in flags or OFFLOADED in flags or is_quantized:
         return ""
-    return "\0".join((APART, *gradients))
+    if any(gradients) and dtype_of(plan) is not half:
+        return ""  # kernels are for the other dtype
+    return "\0".join((in_dtype(APART, half), *gradients))
 
 
 def traced_way(columns: int, *given: Any) -> str:
@@ -221,7 +227,7 @@ class RectifiedLinear(RoutedLinear):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, how: str, to_input: str, to_weight: str
     ) -> Tensor:
         ctx.to_input, ctx.to_weight, ctx.dtype = to_input, to_weight, weight.dtype
-        ctx.is_joined = how == JOINED
+        ctx.is_joined = how.startswith(JOINED)
         rounded = weight.to(x.dtype)
         y = _addmm_activation(bias.to(x.dtype), x, rounded.t())
         kept = rounded if to_input == PLAIN else weight

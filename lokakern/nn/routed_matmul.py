@@ -365,7 +365,7 @@ def multiply_activated(
     `cuda.activate_quantize_row`, as long as for quantizing alone, and 25 us with Inductor's kernel.
 
     Args:
-        x: ``[m, k]``, bfloat16.
+        x: ``[m, k]``, bfloat16 or float16 as of the route.
         activation: f, one of `lokakern.epilogue.ACTIVATIONS`.
         activating: The route of kernels that activate and quantize.
         data: As of `multiply`, as the other arguments.
@@ -407,8 +407,7 @@ def find_activator(activating: str, route: str, m: int, k: int) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _cached_activator(activating: str, route: str, m: int, k: int) -> str:
-    # Kernels that activate read bfloat16.
-    by_rows = form_of_left(route, m, k) == Granularity.ROW.value and FLOAT16 not in route
+    by_rows = form_of_left(route, m, k) == Granularity.ROW.value
     return kernel_at(activating, m) if by_rows else ""
 
 
@@ -503,7 +502,7 @@ def _activated_gemm_fake(
     x: Tensor, activation: str, name: str, data: Tensor, scale: Tensor, bias: Tensor | None,
     route: str,
 ) -> Tensor:  # fmt: skip
-    return _empty(x, None, data)
+    return _empty(x, None, data, dtype_of(route))
 
 
 def _rectified_product(
@@ -559,8 +558,8 @@ def _multiply(
 ) -> Tensor:
     """See `multiply`; ``left`` and ``data`` replace a and b of None.
 
-    A wide result of a kernel is float32; one without a kernel is bfloat16. If it ``rectifies``,
-    ``left`` is given, and m is one that the route has a kernel for.
+    A wide result of a kernel is float32; one without a kernel has the dtype of a. If it
+    ``rectifies``, ``left`` is given, and m is one that the route has a kernel for.
     """
     whole = left if a is None else a
     assert whole is not None

@@ -513,7 +513,9 @@ def test_a_static_scale_depends_on_the_weights_of_the_norm() -> None:
     assert float(out.scale) == pytest.approx(expected, rel=1e-6)
 
 
-@HALVES
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.rest)]
+)
 def test_the_error_of_a_chain_is_near_its_prediction(
     known: None, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:

@@ -19,6 +19,7 @@ from lokakern.conversion.convert import Conversion
 from lokakern.conversion.routes import GEMMS, problem_of
 from lokakern.errors import ChoicesError, FormatError, UnsupportedError
 from lokakern.functional import checks
+from lokakern.nn import compiled_form, joined, rectified
 from lokakern.nn.chain_plan import steps_at
 from lokakern.nn.graph_products import linear_products
 from lokakern.nn.linear import Linear
@@ -28,7 +29,8 @@ from lokakern.nn.routed_matmul import FLOAT16, PLAIN
 from lokakern.problems import make_problem
 from lokakern.registry import float16
 from lokakern.selection import dispatcher
-from lokakern.types import Format
+from lokakern.types import Format, Granularity, Operand
+from lokakern.workloads.gemm_cases import prepared_weight
 from lokakern.workloads.suite_files import suite_from_file
 from tests.conversion.test_chains import NARROW, WIDE, both
 from tests.support.chain_rows import FUSED, NONE, QUANTIZING, ROW, half_errors, layer_problem
@@ -377,20 +379,83 @@ def test_eager_and_compiled_models_run_in_float16(
     assert (plain[0].double() - expected[0].double()).norm() <= 0.3 * plain[0].double().norm()
 
 
-def test_relus_sums_of_biases_and_gradients_behind_layers_are_torchs(known: Book) -> None:
-    """The same model in bfloat16 has them in ops of its own; in float16 bits are those of torch."""
-    for dtype in (torch.bfloat16, HALF):
+@pytest.mark.parametrize("dtype", [HALF, torch.float32])
+def test_relus_sums_of_biases_and_gradients_behind_layers_are_those_of_bfloat16(
+    known: Book, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the same places, by the same times; float32 under autocast with a `GradScaler`."""
+    for module in (compiled_form, joined, rectified):
+        monkeypatch.setattr(module, "is_fast", lambda columns, device: True)
+
+    def made(dtype: torch.dtype) -> nn.Sequential:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16), nn.LayerNorm(16))
-        model = model.to(dtype)
-        x, gradient = torch.randn(M, 16).to(dtype), torch.randn(M, 16).to(dtype)
-        expected = passed(model, x, gradient)
-        handle = convert(model, 0.06)
-        assert bool(handle.rectified) == bool(handle.joined) == (dtype is not HALF)
+        return nn.Sequential(
+            nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16), nn.LayerNorm(16), nn.Linear(16, 1)
+        ).to(dtype)
+
+    other, model, plain = convert(made(torch.bfloat16), 0.06), made(dtype), made(dtype)
+    handle = convert(model, 0.06, dtype=HALF)
+    assert handle.rectified and handle.rectified == other.rectified
+    assert handle.joined and (handle.joined, handle.forms) == (other.joined, other.forms)
     torch._dynamo.reset()
-    assert same(passed(model, x, gradient), expected)
-    traced = torch.compile(model, backend="aot_eager", dynamic=False)
-    assert same(passed(traced, x, gradient), expected)
+    x, ran, found = torch.randn(M, 16).to(dtype), [], []
+    for each in (torch.compile(model, backend="aot_eager", fullgraph=True), plain):
+        parameters = list(each.parameters())
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        optimizer = torch.optim.SGD(parameters, lr=0.0)
+        for _ in range(2):
+            optimizer.zero_grad()
+            with (
+                torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen,
+                torch.autocast("cpu", HALF, enabled=dtype is not HALF),
+            ):
+                y = each(x)
+                assert y.dtype is HALF
+                scaler.scale((y.float() - 1.0).square().mean()).backward()
+            if dtype is not HALF:
+                scaler.step(optimizer)
+                scaler.update()
+        ran.append({event.name for event in seen.events()})
+        found.append([y.detach(), *(p.grad for p in parameters)])
+    assert {"lokakern::norm_gradient", "aten::_addmm_activation"} <= ran[0] - ran[1]
+    for one, exact in zip(*found, strict=True):
+        assert one.dtype is exact.dtype
+        assert (one.double() - exact.double()).norm() <= 5e-3 * exact.double().norm()
+
+
+def test_a_kernel_activates_and_quantizes_in_inference(known: Book) -> None:
+    """At the m at which it was timed with bfloat16."""
+    prepared = make_problem(
+        "gemm", (M, N, K), b=prepared_weight(Format.E4M3FN, Granularity.ROW), prepared=True
+    )
+    relu = make_problem(
+        "norm_quantize", (M, K), epilogue="relu", out_format=Format.E4M3FN,
+        out_granularity=Granularity.ROW,
+    )  # fmt: skip
+    errors = accuracy(FP8, replace(prepared, a=Operand(Format.FLOAT16), out_format=Format.FLOAT16),
+                      0.04, only=("X1",))  # fmt: skip
+    known.write(time(BF16, prepared, 8.0), time(FP8, prepared, 4.0), errors,
+                time("cuda.norm_quantize", relu, 2.0))  # fmt: skip
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, K), nn.ReLU(), nn.Linear(K, N), nn.ReLU()).to(HALF)
+    handle = convert(model, 0.06, inference=True)
+    assert handle.handed_over == ["2"]
+    x = batch(8)
+    with torch.no_grad():
+        h = model[1](model[0](x))
+        expected = model[3](model[2](h))
+        seen: list[Tensor] = []
+        hook = model[1].register_forward_hook(lambda *given: seen.append(given[-1]))
+        assert torch.equal(model(x), expected) and len(seen) == 1
+        hook.remove()
+        assert torch.equal(model(x), expected)
+        calls: list[str] = []
+        real = Linear.forward_activated
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Linear, "forward_activated",
+                          lambda *given: (calls.append("it"), real(*given))[1])  # fmt: skip
+            assert torch.equal(model(x), expected) and calls == ["it"]
+        assert real(model[2], model[0](x), "relu", model._handoffs[-1].activating[1]) is not None
 
 
 def test_a_layer_of_the_library_in_float16(known: Book) -> None:
@@ -419,6 +484,28 @@ def test_delayed_scaling_and_checks(known: Book) -> None:
         assert layer(x.abs() + 1.0).isinf().all()
     (row,) = (row for row in handle.checks if row["site"] == "/output")
     assert row["checks"] == 3 and row["row_err"] < 0.1  # torch's product is infinite, too
+
+
+class Cast(nn.Module):
+    """A product with a parameter in float32 that the forward casts itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(K, N))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.w.half()
+
+
+def test_a_parameter_that_a_forward_casts_is_a_site() -> None:
+    torch.manual_seed(0)
+    model = Cast()
+    plain, x = model(batch()), batch()
+    handle = lokakern.convert(model, kernels="row", dtype=HALF)
+    assert list(handle.sites) == ["w"]
+    y = model(x)
+    assert y.dtype is HALF and not torch.equal(y, plain)
+    assert (y - plain).norm() < 0.06 * plain.norm()
 
 
 @pytest.mark.parametrize("dtype", [HALF, torch.float32])

@@ -151,7 +151,6 @@ def test_frozen_weights_and_static_scales() -> None:
         assert_close(y, rounded(x, ROW) @ rounded(layer.weight, ROW).t() + bias)
         small = x[:8]  # unquantized, by the weight itself
         assert torch.equal(layer(small), nn.functional.linear(small, layer.weight, layer.bias))
-        assert layer.forward_activated(x, "relu", BY_ROW) is None  # no kernel reads float16
         layer.offload(torch.device("cpu"))
         assert layer.is_offloaded and torch.equal(layer(x), y)
         dequantized = rounded(layer.weight, ROW).to(HALF).double()
@@ -361,3 +360,35 @@ def test_a_route_says_its_dtype() -> None:
         warnings.simplefilter("error")
         with torch.no_grad():
             assert layer_of()(rows()).dtype is HALF
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize(
+    "activation",
+    ["relu", *(pytest.param(x, marks=pytest.mark.rest) for x in ("silu", "hardswish"))],
+)
+def test_a_kernel_activates_and_quantizes_the_input_of_a_layer(where: str, activation: str) -> None:
+    """Eager and compiled; a layer whose kernels are for bfloat16 leaves float16 to torch."""
+    layer, x = layer_of(where), rows(where=where)
+    layer.freeze()
+    route = "row;16:0=,16=cuda.activate_quantize_row;1:0="
+    function = getattr(torch.nn.functional, activation)
+
+    def call(x: Tensor) -> Tensor | None:
+        return layer.forward_activated(x, activation, route)
+
+    with torch.no_grad():
+        expected = layer(function(x))
+        for run in (call, lambda x: compiled(call, x)):
+            y = run(x)
+            assert y is not None and y.dtype is HALF
+            if activation == "relu":  # others are not rounded before they are quantized
+                assert torch.equal(y, expected)
+            else:
+                assert (y - expected).norm() < 0.02 * expected.norm()
+            assert call(x.bfloat16()) is None and call(x.float()) is None
+    layer.thaw()
+    layer.take_routes((BY_ROW, "", ""), layer.weight)
+    layer.freeze()
+    with torch.no_grad():
+        assert call(x) is None

@@ -21,6 +21,7 @@ from lokakern.nn.joined import count_joined, joined_between
 from lokakern.nn.linear import Linear
 from lokakern.nn.linear_norm_act import LinearNormAct
 from lokakern.nn.rectified import rectified_between
+from lokakern.nn.routed_matmul import in_dtype
 from lokakern.nn.static_handoff import BoundedSequential, set_handoff
 from lokakern.norm import norm_named, normalize
 from lokakern.sums import column_sums
@@ -29,6 +30,9 @@ from tests.support.compiled_steps import Behind, codes_of, compiled, step
 from tests.support.routed_layers import BY_ROW, K, layer_of, rows
 
 N = 2 * K
+BF16, REST = torch.bfloat16, pytest.mark.rest
+HALVES = pytest.mark.parametrize("half", [BF16, torch.float16], ids=str)
+MOSTLY_BF16 = pytest.mark.parametrize("half", [BF16, pytest.param(torch.float16, marks=REST)])
 calls_of = functools.partial(compiled_steps.calls_of, "lokakern::norm_gradient")
 
 
@@ -40,23 +44,25 @@ def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
 
 
-def model_of(*modules: nn.Module, relus: bool = False) -> nn.Sequential:
+def model_of(
+    *modules: nn.Module, relus: bool = False, half: torch.dtype = torch.bfloat16
+) -> nn.Sequential:
     torch.manual_seed(0)
     for module in modules:
         if isinstance(module, nn.LayerNorm | nn.RMSNorm):
             for vector in module.parameters():
                 nn.init.normal_(vector)
-    model = nn.Sequential(*modules).bfloat16()
+    model = nn.Sequential(*modules).to(half)
     none = [""] * len(model)
     relus_at = rectified_between(model) if relus else ()
     set_handoff(model, none, none, rectified=relus_at, joined=joined_between(model))
     return model
 
 
-def usual() -> nn.Sequential:
+def usual(half: torch.dtype = torch.bfloat16) -> nn.Sequential:
     return model_of(
         Linear(K, N), nn.LayerNorm(N), nn.ReLU(), Linear(N, K), nn.LayerNorm(K), nn.SiLU(),
-        Linear(K, N), nn.ReLU(), Linear(N, K), nn.LayerNorm(K),
+        Linear(K, N), nn.ReLU(), Linear(N, K), nn.LayerNorm(K), half=half,
     )  # fmt: skip
 
 
@@ -116,9 +122,14 @@ def check(model: nn.Sequential, x: Tensor, calls: int, factor: float = 1.2) -> N
     assert calls_of(run, x.clone().requires_grad_()) == calls
 
 
-@pytest.mark.parametrize("shape", [(48, K), (1, K), (2, 3, K)])
-def test_gradients_are_as_exact_as_those_of_the_modules(shape: tuple[int, ...]) -> None:
-    check(usual(), rows(shape[0] if len(shape) == 2 else 6).view(shape), 4)
+@pytest.mark.parametrize(
+    ("shape", "half"),
+    [((48, K), BF16), ((1, K), BF16), ((2, 3, K), BF16), ((48, K), torch.float16)],
+)
+def test_gradients_are_as_exact_as_those_of_the_modules(
+    shape: tuple[int, ...], half: torch.dtype
+) -> None:
+    check(usual(half), rows(shape[0] if len(shape) == 2 else 6).view(shape).to(half), 4)
 
 
 NORMS: dict[str, Callable[[int], nn.Module]] = {
@@ -249,6 +260,13 @@ def test_a_layer_with_its_own_norm(
     assert calls_of(compiled(model), rows(48).requires_grad_()) == 0
 
 
+@pytest.mark.rest
+def test_a_layer_with_its_own_norm_in_float16() -> None:
+    """With a residual, which has that dtype."""
+    model = nn.Sequential(Residual(alone(K, 24).half()))
+    check(model, rows(48).half(), 1)
+
+
 def test_where_a_layer_with_its_own_norm_runs_as_it_is() -> None:
     for options in ({"norm": "none", "activation": None}, {"norm": "none", "bias": False}):
         assert not alone(K, 24, **options).joined
@@ -273,16 +291,17 @@ def test_a_layer_with_its_own_norm_of_a_file() -> None:
     assert calls_of(compiled(layer, fullgraph=True), rows(48).requires_grad_()) == 1
 
 
-def test_gradients_by_routes_of_a_quantized_layer() -> None:
+@MOSTLY_BF16
+def test_gradients_by_routes_of_a_quantized_layer(half: torch.dtype) -> None:
     """The products of an FP8 layer read the gradient that the op computes."""
-    found = []
+    found, route = [], in_dtype(BY_ROW, half)
     for is_joined in (True, False):
-        layers = layer_of((BY_ROW, BY_ROW, BY_ROW), n=K, bias=True), nn.ReLU(), Linear(K, 8)
-        model = model_of(*layers)
+        layers = layer_of((route, route, route), n=K, bias=True), nn.ReLU(), Linear(K, 8)
+        model = model_of(*layers, half=half)
         assert joined_between(model)[0] == "none relu"
         if not is_joined:
             model = nn.Sequential(*model)
-        x = rows(32).requires_grad_()
+        x = rows(32).to(half).requires_grad_()
         torch._dynamo.reset()
         assert calls_of(compiled(model, fullgraph=True), x) == is_joined
         x.grad = None
@@ -299,6 +318,31 @@ def test_a_relu_in_the_product_has_the_op_too() -> None:
     model[0].bias.requires_grad_(False)
     torch._dynamo.reset()
     assert calls_of(compiled(model, fullgraph=True), rows(32).requires_grad_()) == 1
+
+
+def test_a_gradient_beyond_float16_is_infinite_and_its_step_is_skipped() -> None:
+    """Sums are float32 in the op, and their rounding overflows, as that of torch's does."""
+    model = model_of(Linear(K, N), nn.ReLU(), Linear(N, K), half=torch.float16).float()
+    run, x = compiled(model, fullgraph=True), rows(300).float()
+    optimizer, scaler = torch.optim.SGD(model.parameters()), torch.amp.GradScaler("cpu")
+    before = model[0].weight.clone()
+    for scale, is_skipped in ((2.0**16, False), (2.0**40, True)):
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = run(x).float().square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert (scaler.get_scale() < scale) is is_skipped
+        assert torch.equal(model[0].weight, before) is is_skipped
+        before = model[0].weight.clone()
+    ones = torch.full((300, 8), 300.0, dtype=torch.float16)
+    dy, sums = norm_gradient.norm_gradient(ones, ones, ones[0], None, None, "none", "relu", 0.0)
+    assert torch.equal(dy, ones) and sums.isinf().all()
+    wide = ones[0].float()
+    _, sums = norm_gradient.norm_gradient(ones, ones, wide, None, None, "none", "relu", 0.0)
+    assert torch.equal(sums, torch.full((1, 8), 9e4))
 
 
 def _hook(*_given: object) -> None:
@@ -337,15 +381,16 @@ def test_the_modules_run_where_anything_is_unusual(
 
 
 @pytest.mark.parametrize("relus", [False, True])
-def test_gradients_under_autocast_are_those_of_bfloat16(relus: bool) -> None:
-    """With float32 parameters, whose gradients are not rounded to bfloat16."""
+@MOSTLY_BF16
+def test_gradients_under_autocast_are_those_in_its_dtype(relus: bool, half: torch.dtype) -> None:
+    """With float32 parameters, whose gradients are not rounded to that."""
     model = model_of(*usual(), relus=relus).float()
     plain = nn.Sequential(*copy.deepcopy(list(model)))
     exact, x = copy.deepcopy(plain).double(), rows(48).float()
     found = []
     for each in (compiled(model, fullgraph=True), compiled(plain, fullgraph=True), exact):
         given = (x.double() if each is exact else x.clone()).requires_grad_()
-        with torch.autocast("cpu", torch.bfloat16, enabled=each is not exact):
+        with torch.autocast("cpu", half, enabled=each is not exact):
             y = step(each, given)
         made = getattr(each, "_orig_mod", each)
         assert all(p.grad.dtype is p.dtype for p in made.parameters())
@@ -355,7 +400,7 @@ def test_gradients_under_autocast_are_those_of_bfloat16(relus: bool) -> None:
     for one, other, right in zip(mine, theirs, true, strict=True):
         size = right.norm() + 1e-30
         assert (one - right).norm() / size <= 1.2 * (other - right).norm() / size + 1e-3
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", half):
         # Not behind the last norm, whose gradient is that of float32 where autocast widens norms.
         assert calls_of(compiled(model), x.clone().requires_grad_()) == 3
         assert calls_of(model, x.clone().requires_grad_()) == 0
@@ -369,7 +414,7 @@ def test_vectors_have_one_dtype() -> None:
     x = rows(32).requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
         assert calls_of(compiled(model), x) == 2
-        half = model_of(Linear(K, N), nn.ReLU()).half()  # of which no kernel adds up sums
+        half = model_of(Linear(K, N), nn.ReLU()).half()  # beside a product in bfloat16
         assert calls_of(compiled(half), x) == 0
 
 
@@ -402,11 +447,9 @@ def test_a_gradient_in_float32_is_not_rounded(monkeypatch: pytest.MonkeyPatch) -
             assert calls_of(compiled(model), x.clone().requires_grad_()) == count
 
 
-def test_the_modules_run_in_eager_mode_under_other_autocast_and_without_gradients() -> None:
+def test_the_modules_run_in_eager_mode_and_without_gradients() -> None:
     model, x = usual(), rows(32).requires_grad_()
     assert calls_of(model, x) == 0
-    with torch.autocast("cpu", dtype=torch.float16):
-        assert calls_of(compiled(usual().float()), x) == 0
     run = compiled(model)
     plain = nn.Sequential(*model)
     with torch.no_grad():
@@ -516,16 +559,17 @@ def test_products_quantize_a_gradient_that_is_summed_for_a_bias() -> None:
 
 
 @pytest.mark.parametrize("m", [0, 1, 130])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_the_op(m: int, dtype: torch.dtype) -> None:
-    dd, y = (rows(m, 2 * K)[:, :K] for _ in range(2))  # views with gaps between rows
+    half = torch.bfloat16 if dtype is torch.float32 else dtype
+    dd, y = (rows(m, 2 * K).to(half)[:, :K] for _ in range(2))  # views with gaps between rows
     vectors = [torch.randn(K).to(dtype) for _ in range(3)]
     for given in (vectors, [vectors[0], None, None], [None] * 3):
         norm = "layer" if given[1] is not None else "none"
         call = (dd, y, *given, norm, "relu", 1e-5)
         dy, sums = torch.ops.lokakern.norm_gradient(*call)
         count = sum(x is not None for x in given)
-        assert dy.shape == dd.shape and dy.dtype is torch.bfloat16
+        assert dy.shape == dd.shape and dy.dtype is half
         assert sums.shape == (count, K) and sums.dtype is (dtype if count else torch.float32)
         if norm == "none":
             assert torch.equal(dy, torch.where(y <= 0, 0, dd))
@@ -538,12 +582,13 @@ def test_the_op(m: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("norm", ["layer", "rms", "block_rms(8)", "block_rms(72)", "none"])
 @pytest.mark.parametrize("activation", ["none", "relu", "hardswish", "silu"])
-def test_the_op_has_the_gradients_of_float64(norm: str, activation: str) -> None:
+@HALVES
+def test_the_op_has_the_gradients_of_float64(norm: str, activation: str, half: torch.dtype) -> None:
     """With every selection of vectors."""
     m, n, eps = 130, 72, 0.01
-    dd, y = (rows(m, n, seed=seed) for seed in (2, 3))
+    dd, y = (rows(m, n, seed=seed).to(half) for seed in (2, 3))
     y = 2 * y
-    every = [torch.randn(n).bfloat16() for _ in range(3)]
+    every = [torch.randn(n).to(half) for _ in range(3)]
     for mask in range(8):
         given = [x if mask >> i & 1 else None for i, x in enumerate(every)]
         if norm == "none" and mask > 1:
@@ -557,6 +602,7 @@ def test_the_op_has_the_gradients_of_float64(norm: str, activation: str) -> None
         dy, sums = norm_gradient.norm_gradient(
             dd, y.relu() if is_relu_alone else y, *given, norm, activation, eps
         )
+        assert dy.dtype is half
         assert into.grad is not None
         assert (dy.double() - into.grad).norm() <= 3e-3 * into.grad.norm()
         expected = [
@@ -575,11 +621,16 @@ def test_no_gpu_has_the_kernel_here() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", [1, 130, 2048, 8200])
-def test_a_gpu_kernel_has_the_values_of_the_emulation(m: int) -> None:
+@pytest.mark.parametrize("of_vectors", [None, torch.float32])
+@HALVES
+def test_a_gpu_kernel_has_the_values_of_the_emulation(
+    m: int, of_vectors: torch.dtype | None, half: torch.dtype
+) -> None:
     """Called three times: the third is replayed."""
     for n in (8, 264, joined.LONGEST_ROW):
-        dd, y = (torch.randn(m, n, device="cuda").bfloat16() for _ in range(2))
-        bias, weight, shift = (torch.randn(n, device="cuda").bfloat16() for _ in range(3))
+        dd, y = (torch.randn(m, n, device="cuda").to(half) for _ in range(2))
+        vectors = (torch.randn(n, device="cuda").to(of_vectors or half) for _ in range(3))
+        bias, weight, shift = vectors
         every = (
             (None, None, "none", "relu"), (None, None, "none", "hardswish"),
             (weight, shift, "layer", "silu"), (None, None, "layer", "silu"),
@@ -593,20 +644,24 @@ def test_a_gpu_kernel_has_the_values_of_the_emulation(m: int) -> None:
             for _ in range(3):
                 found = torch.ops.lokakern.norm_gradient(*call)
                 for one, other in zip(found, expected, strict=True):
+                    assert one.dtype is other.dtype
                     difference = (one.cpu().double() - other.double()).norm()
                     assert difference <= 2e-3 * other.double().norm()
 
 
 @pytest.mark.gpu
-def test_a_compiled_training_step_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+@HALVES
+def test_a_compiled_training_step_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, half: torch.dtype
+) -> None:
     for module in (joined, rectified):
         monkeypatch.setattr(module, "is_fast", norm_gradient.is_fast)
     model = model_of(
         *usual(), nn.RMSNorm(K), Linear(K, N, bias=False), nn.LayerNorm(N), nn.Hardswish(),
-        Linear(N, K), nn.Hardswish(), Linear(K, N), nn.RMSNorm(N), nn.SiLU(),
+        Linear(N, K), nn.Hardswish(), Linear(K, N), nn.RMSNorm(N), nn.SiLU(), half=half,
     ).cuda()  # fmt: skip
     plain = nn.Sequential(*copy.deepcopy(list(model)))
-    x = rows(256).cuda().requires_grad_()
+    x = rows(256).to(half).cuda().requires_grad_()
     for dynamic in (False, True):
         torch._dynamo.reset()
         found = []

@@ -15,11 +15,15 @@ from lokakern.native import NATIVE
 from lokakern.nn import rectified
 from lokakern.nn.linear import Linear
 from lokakern.nn.rectified import KERNEL, rectified_between, route_between
+from lokakern.nn.routed_matmul import in_dtype
 from lokakern.nn.static_handoff import BoundedSequential, set_handoff
 from tests.support import native
 from tests.support.routed_layers import BY_ROW, EAGER_ROUTES, K, layer_of, rows
 
 ALWAYS = f"none;16:0={KERNEL};1:0={KERNEL}"
+BF16, REST = torch.bfloat16, pytest.mark.rest
+HALVES = pytest.mark.parametrize("half", [BF16, torch.float16], ids=str)
+MOSTLY_BF16 = pytest.mark.parametrize("half", [BF16, pytest.param(torch.float16, marks=REST)])
 ONLY_16 = f"none;16:0={KERNEL};1:0="
 
 
@@ -46,24 +50,31 @@ def launched(
         yield found
 
 
-def model_of(*modules: nn.Module, routes: list[str] | None = None) -> nn.Sequential:
+def model_of(
+    *modules: nn.Module, routes: list[str] | None = None, half: torch.dtype = torch.bfloat16
+) -> nn.Sequential:
     torch.manual_seed(0)
-    model = nn.Sequential(*modules).bfloat16().eval()
+    model = nn.Sequential(*modules).to(half).eval()
     none = [""] * len(model)
     set_handoff(model, none, none, rectified=routes or [*rectified_between(model)])
     return model
 
 
-def usual(routes: list[str] | None = None) -> nn.Sequential:
+def usual(routes: list[str] | None = None, half: torch.dtype = torch.bfloat16) -> nn.Sequential:
     return model_of(
         Linear(K, 2 * K), nn.ReLU(), Linear(2 * K, K), nn.ReLU(inplace=True), Linear(K, 8),
-        routes=routes,
+        routes=routes, half=half,
     )  # fmt: skip
 
 
 def plain(model: nn.Sequential) -> nn.Sequential:
     """The modules without settings."""
     return nn.Sequential(*copy.deepcopy(list(model)))
+
+
+def expected_counts(half: torch.dtype) -> tuple[int, ...]:
+    """Products with a relu in an eager call of `usual`; C++ may run float16 one by one."""
+    return (2,) if half is torch.bfloat16 or NATIVE.call_sequence is None else (0, 2)
 
 
 def run_of_profile(model: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, int]:
@@ -104,14 +115,17 @@ def test_the_route_between_two_others() -> None:
 
 
 @pytest.mark.parametrize("shape", [(32, K), (3, K), (0, K), (4, 8, K)])
-def test_values_are_those_of_both_modules(launched: list[int], shape: tuple[int, ...]) -> None:
-    model = usual()
-    x = torch.randn(shape).bfloat16()
+@HALVES
+def test_values_are_those_of_both_modules(
+    launched: list[int], shape: tuple[int, ...], half: torch.dtype
+) -> None:
+    model = usual(half=half)
+    x = torch.randn(shape).to(half)
     expected = plain(model)(x)
     with torch.no_grad():
         for _ in range(3):
             y, count = run_of_profile(model, x)
-            assert torch.equal(y, expected) and count == 2
+            assert torch.equal(y, expected) and count in expected_counts(half)
 
 
 def test_a_route_holds_at_its_rows_only(launched: list[int]) -> None:
@@ -252,9 +266,10 @@ def test_an_exported_model_may_be_trained(is_strict: bool) -> None:
     assert exported.get_parameter("0.weight").grad is not None
 
 
-def test_a_compiled_model_has_it_with_its_gradients() -> None:
-    model = usual().train()
-    x = torch.randn(32, K).bfloat16().requires_grad_()
+@HALVES
+def test_a_compiled_model_has_it_with_its_gradients(half: torch.dtype) -> None:
+    model = usual(half=half).train()
+    x = torch.randn(32, K).to(half).requires_grad_()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     other = plain(model)
     compiled(x)
@@ -279,13 +294,14 @@ def test_a_compiled_model_has_it_with_its_gradients() -> None:
     assert torch.equal(y, other(x)) and count == 2
 
 
-def test_gradients_by_routes_of_a_compiled_layer() -> None:
+@MOSTLY_BF16
+def test_gradients_by_routes_of_a_compiled_layer(half: torch.dtype) -> None:
     """A layer whose gradients quantize, and not its output."""
-    layer = layer_of(("", BY_ROW, BY_ROW), n=K, bias=True)
-    model = model_of(layer, nn.ReLU(), Linear(K, 8))
+    layer = layer_of(("", *[in_dtype(BY_ROW, half)] * 2), n=K, bias=True)
+    model = model_of(layer, nn.ReLU(), Linear(K, 8), half=half)
     assert rectified_between(model)[0] == ALWAYS
     other = nn.Sequential(*copy.deepcopy(list(model)))
-    x = rows(32).requires_grad_()
+    x = rows(32).to(half).requires_grad_()
     results = []
     for each, count in ((model, 1), (other, 0)):
         x.grad = None
@@ -296,6 +312,49 @@ def test_gradients_by_routes_of_a_compiled_layer() -> None:
         y.float().square().sum().backward()
         results.append([y, x.grad, *(p.grad for p in each.parameters())])
     assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize(
+    "half",
+    [pytest.param(BF16, marks=REST), pytest.param(torch.float16, marks=REST), torch.float32],
+)
+def test_compiled_code_under_autocast_to_float16(
+    monkeypatch: pytest.MonkeyPatch, half: torch.dtype
+) -> None:
+    """Of all dtypes; not with a gradient by kernels for bfloat16, of which a layer warns once."""
+    monkeypatch.setattr("lokakern.nn.linear.warn_once", lambda _: None)
+    model, x = usual(half=half), rows(32).to(half).requires_grad_()
+    layer = layer_of(("", BY_ROW, ""), n=K, bias=True, dtype=half)
+    other = model_of(layer, nn.ReLU(), Linear(K, 8), half=half)
+    for each, count in ((model, 2), (other, 0)):
+        torch._dynamo.reset()
+        run = torch.compile(each, backend="aot_eager", fullgraph=True)
+        results = []
+        with torch.autocast("cpu", torch.float16):
+            for call in (run, plain(each)):
+                x.grad = None
+                call(x)
+                y, found = run_of_profile(call, x)
+                (1024 * y.float().square().sum()).backward()
+                results.append([y, x.grad])
+                assert found == count * (call is run) and y.dtype is torch.float16
+            with torch.no_grad():
+                run(x)
+                assert run_of_profile(run, x)[1] == count
+        assert all(map(torch.equal, *results))
+
+
+def test_values_beyond_float16_are_infinite_as_those_of_modules(launched: list[int]) -> None:
+    model, x = usual(half=torch.float16), torch.randn(32, K).half()
+    x[3] = 60000.0
+    model[0].weight.data[5] = -2.0
+    model[0].weight.data[6] = 2.0
+    with torch.no_grad():
+        for _ in range(3):
+            y, count = run_of_profile(model, x)
+            assert torch.equal(y.nan_to_num(7.0), plain(model)(x).nan_to_num(7.0))
+            assert count in expected_counts(torch.float16)
+    assert not y[3].isfinite().all() and y[:3].isfinite().all()
 
 
 @pytest.mark.parametrize("eager", [0, 2])
@@ -349,3 +408,28 @@ def test_sequences_of_earlier_versions_are_read() -> None:
     with torch.no_grad():
         y, count = run_of_profile(other, x)
     assert torch.equal(y, plain(model)(x)) and count == 0
+
+
+@pytest.mark.gpu
+@HALVES
+def test_a_compiled_training_step_on_a_gpu(half: torch.dtype) -> None:
+    """As exact as the modules; what exceeds float16 is infinite in both."""
+    model = usual(half=half).train().cuda()
+    other, exact = plain(model), plain(model).double()
+    x = torch.randn(256, K, device="cuda").to(half)
+    x[3], model[0].weight.data[5], other[0].weight.data[5] = 3e4, 2.0, 2.0
+    exact[0].weight.data[5] = 2.0
+    found = []
+    for each in (torch.compile(model, fullgraph=True, dynamic=False), other, exact):
+        for _ in range(2):
+            given = x.detach().to(next(each.parameters()).dtype).requires_grad_()
+            each.zero_grad()
+            y, count = run_of_profile(each, given)
+            (y[4:].float().square().sum()).backward()
+        assert count == (0 if each in (other, exact) else 2)
+        found.append([y.detach(), *(p.grad for p in each.parameters()), given.grad[4:]])
+    for one, theirs, right in zip(*found, strict=True):
+        assert one.dtype is theirs.dtype and torch.equal(one.isfinite(), theirs.isfinite())
+        kept = theirs.isfinite()
+        error, rounding = ((z.double() - right)[kept].norm() for z in (one, theirs))
+        assert error <= 1.5 * rounding + 1e-3 * right[kept].norm()

@@ -493,16 +493,19 @@ def test_long_rows_also_use_the_fused_activation() -> None:
         ("cuda.activate_quantize_row", 16384),
     ],
 )
-def test_gpu_kernels_activate_and_quantize_as_the_emulation(name: str, longest: int) -> None:
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_gpu_kernels_activate_and_quantize_as_the_emulation(
+    name: str, longest: int, half: torch.dtype
+) -> None:
     """Each beside the emulation, of odd numbers of rows and rows that begin askew."""
     for m, k in ((256, K), (13, 2048), (1, longest)):
-        x = torch.randn(m, k, device="cuda").bfloat16()
+        x = torch.randn(m, k, device="cuda").to(half)
         for activation in ("relu", "silu", "hardswish"):
             data, scale = torch.ops.lokakern.quantize_activated(x, activation, name)
             expected = getattr(nn.functional, activation)(x.float())
             error = (data.double() * scale.double() - expected.double()).norm()
             assert error <= 0.04 * expected.double().norm()
-    shifted = torch.randn(m * k + 1, device="cuda").bfloat16()[1:].view(m, k)
+    shifted = torch.randn(m * k + 1, device="cuda").to(half)[1:].view(m, k)
     data, scale = torch.ops.lokakern.quantize_activated(shifted, "relu", name)
     assert ((data.float() * scale - shifted.float().relu()).norm() / shifted.float().norm()) < 0.04
 

@@ -8,8 +8,10 @@ import torch
 
 from lokakern.kernels.cuda import (
     activate_quantize,
+    column_sums,
     gemm_cross,
     gemm_norm,
+    gradient_sums,
     half,
     norm_backward,
     norm_quantize,
@@ -92,6 +94,9 @@ def backward() -> dict[str, tuple[Program, Program]]:
             launch = norm_backward.bind(norm_backward.Signature(columns, *rest)).launch
             pair = launch.program, half._in_half(launch).program
             found[f"norm_backward {columns} {words}"] = pair
+    for module in (column_sums, gradient_sums):
+        both = both_of(module.bind(x).program for x in (torch.bfloat16, torch.float16))
+        found[both[0].entry] = both
     return found
 
 
