@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -620,10 +621,19 @@ def test_gemm_norm_takes_float16() -> None:
     assert lokakern.gemm_norm(x, prepared, norm="rms").dtype is HALF.dtype
 
 
+@pytest.fixture
+def forgotten() -> Iterator[None]:
+    """Choices of a test are no other test's."""
+    dispatcher.use_snapshot(None)
+    yield
+    dispatcher.use_snapshot(None)
+
+
+@pytest.mark.usefixtures("forgotten")
 def test_from_fp8_to_fp8_kernels_are_chosen_that_take_float16(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The problem is that of bfloat16: what is beside the sums tells."""
+    """The problem is that of bfloat16: what is beside the sums tells, in frozen choices, too."""
     q, p = lokakern.quantize(torch.randn(8, 32)), lokakern.quantize(torch.randn(16, 32)).t()
     bias = torch.rand(16)
 
@@ -639,6 +649,14 @@ def test_from_fp8_to_fp8_kernels_are_chosen_that_take_float16(
     half, wide = quantized(bias.half()), quantized(bias.half().float())
     assert half[1] == wide[1] == quantized(bias.bfloat16())[1]
     assert torch.equal(half[0].data.view(torch.uint8), wide[0].data.view(torch.uint8))
+    lokakern.freeze(tmp_path / "choices.json")
+    assert '"needs":["float16"]' in (tmp_path / "choices.json").read_text().replace(" ", "")
+    dispatcher.use_choices(tmp_path / "choices.json")
+    try:
+        frozen = quantized(bias.half())
+    finally:
+        dispatcher.use_choices(None)
+    assert frozen[1] == half[1] and torch.equal(frozen[0].scale, half[0].scale)
     takes, refused = float16.why_not, half[1][0]
     monkeypatch.setattr(
         float16, "why_not",
