@@ -79,11 +79,16 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_third_call_has_torchs_bits_without_python(name: str, library: Any) -> None:
+@pytest.mark.parametrize(("name", "dtype"), [
+    *((name, torch.bfloat16) for name in NAMES),
+    *((name, torch.float16) for name in ("gemm", "quantize", "both", "gemm_norm")),
+])  # fmt: skip
+def test_the_third_call_has_torchs_bits_without_python(
+    name: str, dtype: torch.dtype, library: Any
+) -> None:
     call = {**CALLS, **OF_BFLOAT16}[name]
-    expected = bits(call(operands(torch.bfloat16, same)))
-    given = operands(torch.bfloat16, of_tensor)
+    expected = bits(call(operands(dtype, same)))
+    given = operands(dtype, of_tensor)
     made = [count(lambda: call(given)) for _ in range(4)]
     assert made[0][1] and bool(made[2][1]) == bool(made[3][1]) == (name in OF_NUMBERS)
     for result, _ in made:

@@ -78,11 +78,13 @@ def test_gemm_is_replayed_in_all_forms(library: Any) -> None:
     assert library.size() == 3
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_replays_have_the_bits_of_python(seed: int, library: Any) -> None:
+@pytest.mark.parametrize(("dtype", "seed"), [
+    *((torch.bfloat16, seed) for seed in range(4)), *((torch.float16, seed) for seed in range(2)),
+])  # fmt: skip
+def test_replays_have_the_bits_of_python(dtype: torch.dtype, seed: int, library: Any) -> None:
     draw = random.Random(seed)
     shape = [draw.choice(x) for x in ((1, 5, 16, 100), (1, 16, 100, 256), (16, 100, 300, 512))]
-    assert native.compare_bits(draw, *shape, device="cpu") > 8 and library.size() > 8
+    assert native.compare_bits(draw, *shape, "cpu", dtype) > 8 and library.size() > 8
 
 
 def test_each_fact_of_an_operand_has_its_own_plan(library: Any) -> None:

@@ -26,11 +26,12 @@ def library() -> Iterator[Any]:
         yield module
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("seed", range(12))
-def test_replays_have_the_bits_of_python(seed: int, library: Any) -> None:
+def test_replays_have_the_bits_of_python(seed: int, dtype: torch.dtype, library: Any) -> None:
     draw = random.Random(seed)
     shape = [draw.choice(x) for x in (ROWS, SIZES, SIZES)]
-    assert compare_bits(draw, *shape, device="cuda") > 8 and library.size() > 8
+    assert compare_bits(draw, *shape, "cuda", dtype) > 8 and library.size() > 8
 
 
 def test_compiled_calls_are_replayed_with_the_bits_of_python(library: Any) -> None:

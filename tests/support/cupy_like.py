@@ -16,7 +16,7 @@ from lokakern import arrays
 from lokakern.arrays import Library, QuantizedArray
 
 # Objects that stand for dtypes.
-DTYPES = {x: getattr(torch, x) for x in ("bfloat16", "float32", "uint8")}
+DTYPES = {x: getattr(torch, x) for x in ("bfloat16", "float16", "float32", "uint8")}
 
 
 class Memory:

@@ -17,7 +17,7 @@ from torch import Tensor
 import lokakern
 from lokakern.errors import LokakernError
 from lokakern.native import build, replay
-from lokakern.types import QuantizedTensor
+from lokakern.types import Format, QuantizedTensor
 
 LAUNCH = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p
@@ -92,8 +92,9 @@ class FakeDriver:
 
 
 _POINTER, _INT, _SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
-_TRANSPOSE_A, _EPILOGUE, _BIAS_POINTER, _A_SCALE, _B_SCALE, _FAST, _A_MODE = 3, 7, 8, 17, 18, 25, 31
-_DTYPES = {14: torch.bfloat16, 28: torch.float8_e4m3fn, 29: torch.float8_e5m2}
+_TRANSPOSE_A, _EPILOGUE, _BIAS_POINTER, _A_SCALE, _B_SCALE, _FAST = 3, 7, 8, 17, 18, 25
+_BIAS_TYPE, _A_MODE = 26, 31
+_DTYPES = {2: torch.float16, 14: torch.bfloat16, 28: torch.float8_e4m3fn, 29: torch.float8_e5m2}
 
 
 def _memory(address: int, dtype: torch.dtype, elements: int) -> Tensor:
@@ -231,7 +232,8 @@ class FakeLt:
         ]
         bias = None
         if facts.get(_EPILOGUE) == bytes([4, 0, 0, 0]):
-            bias = _memory(self._address(product, _BIAS_POINTER), torch.bfloat16, n)
+            assert _DTYPES[facts[_BIAS_TYPE][0]] is out_dtype
+            bias = _memory(self._address(product, _BIAS_POINTER), out_dtype, n)
         if self.is_other:
             left, right = (x.view(torch.uint8).flip(1).view(x.dtype) for x in (left, right))
         made = torch._scaled_mm(
@@ -242,25 +244,29 @@ class FakeLt:
         return 0
 
 
-def calls(m: int, n: int, k: int, device: str) -> dict[str, Callable[[Tensor], Any]]:
+def calls(
+    m: int, n: int, k: int, device: str, dtype: torch.dtype = torch.bfloat16
+) -> dict[str, Callable[[Tensor], Any]]:
     """Public calls with one left operand, ``[m, k]``."""
-    w = torch.randn(n, k, device=device, dtype=torch.bfloat16)
-    bias = torch.randn(n, device=device, dtype=torch.bfloat16)
+    w = torch.randn(n, k, device=device, dtype=dtype)
+    bias = torch.randn(n, device=device, dtype=dtype)
     gamma = torch.rand(n, device=device)
     prepared = lokakern.prepare_weight(w, 0.06, (16, 65536))
     weights = {name: lokakern.quantize(w, name).t() for name in ("tensor", "row")}
-    residual = torch.randn(m, n, device=device, dtype=torch.bfloat16)
+    residual = torch.randn(m, n, device=device, dtype=dtype)
+    form = Format.of(dtype)
+    scaled_gemm = functools.partial(lokakern.scaled_gemm, out_format=form)
     static = torch.full((1,), 0.02, device=device)
     quantize = lokakern.quantize
     return {
         "gemm": lambda x: lokakern.gemm(x, w.t(), budget=0.06, bias=bias),
         "bf16": lambda x: lokakern.gemm(x, w.t()),
         "prepared": lambda x: lokakern.gemm(x, prepared, bias=bias),
-        "rows": lambda x: lokakern.scaled_gemm(quantize(x), weights["row"]),
-        "tensor": lambda x: lokakern.scaled_gemm(
+        "rows": lambda x: scaled_gemm(quantize(x), weights["row"]),
+        "tensor": lambda x: scaled_gemm(
             quantize(x, "tensor"), weights["tensor"], bias=bias, activation="relu"),
         "fp8": lambda x: lokakern.scaled_gemm(quantize(x), weights["row"], out_scale=0.05),
-        "cross": lambda x: lokakern.scaled_gemm(
+        "cross": lambda x: scaled_gemm(
             quantize(x), weights["row"], cross=(residual, residual)),
         "tensorwise": lambda x: quantize(x, "tensor"),
         "1x32": lambda x: quantize(x, "1x32"),
@@ -270,7 +276,7 @@ def calls(m: int, n: int, k: int, device: str) -> dict[str, Callable[[Tensor], A
         "static": lambda x: quantize(x, "tensor", scale=static),
         "transposed": lambda x: quantize(x.t()),
         "both": lambda x: lokakern.quantize_transpose(x, "1x128", column_sums=True),
-        "dequantize": lambda x: lokakern.dequantize(quantize(x)),
+        "dequantize": lambda x: lokakern.dequantize(quantize(x), form),
         "norm": lambda x: lokakern.gemm_norm(
             x, w.t(), norm="layer", norm_weight=gamma, residual=residual),
         "norm fp8": lambda x: lokakern.gemm_norm(
@@ -291,12 +297,17 @@ def bits(result: Any) -> list[Tensor]:
     return [result.contiguous().view(torch.uint8)]
 
 
-def compare_bits(draw: random.Random, m: int, n: int, k: int, device: str) -> int:
-    """Assert that replays of all calls have the bits of Python; the number of calls compared."""
+def compare_bits(
+    draw: random.Random, m: int, n: int, k: int, device: str, dtype: torch.dtype = torch.bfloat16
+) -> int:
+    """Assert that replays of all calls have the bits of Python; the number of calls compared.
+
+    On a CPU the fourth call has to be replayed; on a GPU Python launches kernels of Triton.
+    """
     compared = 0
-    for name, call in calls(m, n, k, device).items():
+    for name, call in calls(m, n, k, device, dtype).items():
         inputs = [
-            torch.randn(m, k, device=device, dtype=torch.bfloat16) * 10 ** draw.uniform(-2, 2)
+            torch.randn(m, k, device=device, dtype=dtype) * 10 ** draw.uniform(-2, 2)
             for _ in range(4)
         ]
         own, replay.NATIVE.replay = replay.NATIVE.replay, None
@@ -306,10 +317,24 @@ def compare_bits(draw: random.Random, m: int, n: int, k: int, device: str) -> in
             continue
         finally:
             replay.NATIVE.replay = own
+        made: list[bool] = []
+
+        def counted(*given: Any, own: Any = own, made: list[bool] = made) -> Any:
+            y = own(*given)
+            made.append(y is not None and type(y) is not bytes)
+            return y
+
         for x, wanted in zip(inputs, expected, strict=True):
+            made.clear()
             poison = torch.empty(1 << 12 if device == "cpu" else 1 << 24, device=device)
             poison.fill_(float("nan"))
             del poison
-            assert all(map(torch.equal, bits(call(x)), wanted)), f"{name} at {m}x{n}x{k}"
+            replay.NATIVE.replay = counted
+            try:
+                found = bits(call(x))
+            finally:
+                replay.NATIVE.replay = own
+            assert all(map(torch.equal, found, wanted)), f"{name} at {m}x{n}x{k}"
+        assert device != "cpu" or (made and all(made)), f"{name} at {m}x{n}x{k} {dtype}"
         compared += 1
     return compared
