@@ -17,7 +17,7 @@ namespace lokakern {
 namespace {
 
 // From cublasLt.h and library_types.h.
-constexpr int kCompute32F = 68, kR32F = 0, kR16BF = 14, kE4M3 = 28, kE5M2 = 29;
+constexpr int kCompute32F = 68, kR32F = 0, kR16F = 2, kR16BF = 14, kE4M3 = 28, kE5M2 = 29;
 constexpr int kTransposeA = 3, kEpilogue = 7, kBiasPointer = 8, kAScalePointer = 17,
               kBScalePointer = 18, kFastAccumulation = 25, kBiasType = 26, kAScaleMode = 31,
               kBScaleMode = 32;
@@ -109,7 +109,14 @@ uint64_t low_bits(const Operands& operands) {
   return bits;
 }
 
-int lt_dtype(at::ScalarType dtype) { return dtype == at::kFloat8_e5m2 ? kE5M2 : kE4M3; }
+int lt_dtype(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kHalf: return kR16F;
+    case at::kBFloat16: return kR16BF;
+    case at::kFloat8_e5m2: return kE5M2;
+    default: return kE4M3;
+  }
+}
 
 // Other threads may capture: what this one waits for is no part of their graphs.
 class Uncaptured {
@@ -189,7 +196,7 @@ void Product::check(void* out, void* stream) {
                                  .options(at::TensorOptions().device(device_).dtype(at::kShort))
                                  .target_device(device_)
                                  .make_tensor();
-    at::Tensor expected = allocate(form_.m * form_.n, at::kBFloat16, device_).view(sizes);
+    at::Tensor expected = allocate(form_.m * form_.n, form_.half, device_).view(sizes);
     // Sums of random numbers, and sums that are zero but for rounding: those tell in which order
     // an algorithm adds.
     for (const bool cancels : {false, true}) {
@@ -201,7 +208,7 @@ void Product::check(void* out, void* stream) {
         b_scale.fill_(1);
       }
       std::optional<at::Tensor> bias;
-      if (form_.has_bias) bias = numbers(form_.n, 5).to(at::kBFloat16);
+      if (form_.has_bias) bias = numbers(form_.n, 5).to(form_.half);
       if (bias && cancels) bias->zero_();
       multiply_by_torch(expected, a, b, a_scale, b_scale, bias);
       const Operands operands{a.data_ptr(),       b.data_ptr(), a_scale.data_ptr(),
@@ -247,7 +254,7 @@ void Product::multiply_by_torch(at::Tensor& out, const at::Tensor& a, const at::
                                 const at::Tensor& a_scale, const at::Tensor& b_scale,
                                 const std::optional<at::Tensor>& bias) const {
   if (form_.scales != kOfBlocks) {
-    at::_scaled_mm_out(out, a, b, a_scale, b_scale, bias, std::nullopt, at::kBFloat16,
+    at::_scaled_mm_out(out, a, b, a_scale, b_scale, bias, std::nullopt, form_.half,
                        form_.is_fast);
     return;
   }
@@ -257,7 +264,7 @@ void Product::multiply_by_torch(at::Tensor& out, const at::Tensor& a, const at::
   const auto list = [](const at::Tensor& x) { return c10::List<at::Tensor>({x}); };
   const auto numbers = [](std::initializer_list<int64_t> x) { return c10::List<int64_t>(x); };
   torch::jit::Stack stack{a, b, list(a_scale), numbers({kOfVector128}), numbers({}), list(b_scale),
-                          numbers({kOfBlock128x128}), numbers({}), bias, at::kBFloat16, numbers({}),
+                          numbers({kOfBlock128x128}), numbers({}), bias, form_.half, numbers({}),
                           form_.is_fast, out};
   op->callBoxed(stack);
 }
@@ -283,7 +290,7 @@ void Product::make() {
   }
   if (form_.has_bias) {
     set(kEpilogue, kEpilogueBias);
-    set(kBiasType, int32_t{kR16BF});
+    set(kBiasType, int32_t{lt_dtype(form_.half)});
   }
   const auto layout = [&](int dtype, int64_t rows, int64_t columns, int64_t stride) {
     check_status(lt_->layout_create(&made, dtype, rows, columns, stride),
@@ -292,7 +299,7 @@ void Product::make() {
   };
   a_ = layout(lt_dtype(form_.a_dtype), form_.k, form_.m, form_.a_stride);
   b_ = layout(lt_dtype(form_.b_dtype), form_.k, form_.n, form_.b_stride);
-  out_ = layout(kR16BF, form_.n, form_.m, form_.n);
+  out_ = layout(lt_dtype(form_.half), form_.n, form_.m, form_.n);
 }
 
 void Product::choose() {
@@ -388,15 +395,17 @@ at::Tensor Product::matrix(int64_t rows, int64_t stride, at::ScalarType dtype, u
   return made.view(dtype);
 }
 
-// Scales of a and b.
+// Scales of a and b. Sums of so large numbers would overflow float16: theirs are brought down.
 std::pair<at::Tensor, at::Tensor> Product::scales() const {
+  const bool is_wide = form_.a_dtype == at::kFloat8_e5m2 || form_.b_dtype == at::kFloat8_e5m2;
+  const double unit = form_.half == at::kBFloat16 ? 1 : is_wide ? 0x1p-16 : 0x1p-8;
   if (form_.scales == kOfBlocks) {
     const int64_t groups = form_.k / kBlock, blocks = form_.n / kBlock;
-    return {numbers(groups * form_.m, 3).view({groups, form_.m}).t(),
+    return {numbers(groups * form_.m, 3).mul_(unit).view({groups, form_.m}).t(),
             numbers(blocks * form_.b_scale_rows, 4).view({blocks, form_.b_scale_rows}).t()};
   }
   const bool is_single = form_.scales == kOfTensors;
-  return {numbers(is_single ? 1 : form_.m, 3).unsqueeze(1),
+  return {numbers(is_single ? 1 : form_.m, 3).mul_(unit).unsqueeze(1),
           numbers(is_single ? 1 : form_.n, 4).unsqueeze(0)};
 }
 

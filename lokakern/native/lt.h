@@ -69,9 +69,10 @@ class Product {
   struct Form {
     int64_t m, n, k, a_stride, b_stride;  // a is row-major, b column-major
     at::ScalarType a_dtype, b_dtype;      // FP8
+    at::ScalarType half;                  // bfloat16 or float16: of the contiguous out, and bias
     Scales scales;
     int64_t b_scale_rows;
-    bool has_bias;  // bfloat16, as is the contiguous out
+    bool has_bias;
     bool is_fast;   // sums without promotion
   };
 

@@ -283,12 +283,14 @@ std::unique_ptr<Product> product_of(Operator& step, bool is_v2, c10::Device devi
              !is(*b_scale, at::kFloat, {1, n}, {1, 1})) {
     return nullptr;
   }
+  const auto half = out->dtype;
   const bool fits =
-      m > 0 && n > 0 && k > 0 && b->sizes[0] == k && is_fp8(a->dtype) && is_fp8(b->dtype) &&
+      (half == at::kBFloat16 || half == at::kHalf) && m > 0 && n > 0 && k > 0 &&
+      b->sizes[0] == k && is_fp8(a->dtype) && is_fp8(b->dtype) &&
       a->strides[1] == 1 && a->strides[0] >= k && b->strides[0] == 1 && b->strides[1] >= k &&
-      is(*out, at::kBFloat16, {m, n}, {n, 1}) && (!bias || is(*bias, at::kBFloat16, {n}, {1}));
+      is(*out, half, {m, n}, {n, 1}) && (!bias || is(*bias, half, {n}, {1}));
   if (!fits) return nullptr;
-  const Product::Form form{m, n, k, a->strides[0], b->strides[1], a->dtype, b->dtype,
+  const Product::Form form{m, n, k, a->strides[0], b->strides[1], a->dtype, b->dtype, half,
                            scales, b_scale_rows, bias != nullptr, fast->toBool()};
   return std::make_unique<Product>(form, device);
 }

@@ -31,23 +31,26 @@ def lt(library: Any) -> Iterator[FakeLt]:
 
 
 def operands(
-    rowwise: bool = True, bias: bool = False, m: int = M, left: torch.dtype = torch.float8_e4m3fn
-) -> dict[str, Any]:
+    rowwise: bool = True, bias: bool = False, m: int = M, left: torch.dtype = torch.float8_e4m3fn,
+    half: torch.dtype = torch.bfloat16,
+) -> dict[str, Any]:  # fmt: skip
     """Arguments of `torch._scaled_mm`."""
     return {
         "a": torch.randn(m, K).to(left),
         "b": torch.randn(N, K).to(torch.float8_e4m3fn).t(),
         "a_scale": torch.rand(m, 1) if rowwise else torch.rand(1, 1),
         "b_scale": torch.rand(1, N) if rowwise else torch.rand(()),
-        "bias": torch.randn(N).bfloat16() if bias else None,
+        "bias": torch.randn(N).to(half) if bias else None,
     }
 
 
 def scaled_mm(
-    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, fast: bool = True
-) -> Tensor:
-    out = torch.empty(a.shape[0], b.shape[1], dtype=torch.bfloat16)
-    torch._scaled_mm(a, b, a_scale, b_scale, bias, None, torch.bfloat16, fast, out=out)
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, fast: bool = True,
+    is_half: bool = False,
+) -> Tensor:  # fmt: skip
+    dtype = torch.float16 if is_half else torch.bfloat16
+    out = torch.empty(a.shape[0], b.shape[1], dtype=dtype)
+    torch._scaled_mm(a, b, a_scale, b_scale, bias, None, dtype, fast, out=out)
     return out
 
 
@@ -67,13 +70,14 @@ def change(library: Any, before: tuple[int, int]) -> tuple[int, int]:
 @pytest.mark.parametrize("rowwise", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
 def test_products_are_kept_where_bits_are_equal(
-    rowwise: bool, bias: bool, fast: bool, library: Any, lt: FakeLt
+    half: torch.dtype, rowwise: bool, bias: bool, fast: bool, library: Any, lt: FakeLt
 ) -> None:
-    before = counted(library)
+    before, given_as = counted(library), {"fast": fast, "is_half": half is torch.float16}
     for _ in range(6):
-        given = operands(rowwise, bias)
-        assert torch.equal(call(**given, fast=fast), scaled_mm(**given, fast=fast))
+        given = operands(rowwise, bias, half=half)
+        assert torch.equal(call(**given, **given_as), scaled_mm(**given, **given_as))
     # Two comparisons, then one launch in each of four replays.
     assert lt.asked == 1 and lt.multiplied == 6 and change(library, before) == (1, 0)
     assert lt.most_workspace_bytes == FakeLt.MOST_WORKSPACE_BYTES
@@ -93,10 +97,14 @@ def test_formats_strides_and_single_rows(m: int, library: Any, lt: FakeLt) -> No
     assert lt.multiplied == 4
 
 
-def test_another_order_of_additions_is_refused(library: Any, lt: FakeLt) -> None:
+@pytest.mark.parametrize("left", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("is_half", [False, True])
+def test_another_order_of_additions_is_refused(
+    is_half: bool, left: torch.dtype, library: Any, lt: FakeLt
+) -> None:
     """Although the call's own operands would not tell."""
     before, lt.is_other = counted(library), True
-    given = operands() | {"a": torch.zeros(M, K).to(torch.float8_e4m3fn)}
+    given = operands() | {"a": torch.zeros(M, K).to(left), "is_half": is_half}
     for _ in range(5):
         assert torch.equal(call(**given), scaled_mm(**given))
     assert change(library, before) == (0, 1) and lt.asked == 1 and lt.multiplied <= 2

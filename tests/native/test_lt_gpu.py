@@ -70,6 +70,30 @@ def test_bits_are_those_of_torch(scales: str, fast: bool, seed: int, library: An
     assert decided(library) == before + 2
 
 
+@pytest.mark.parametrize("scales", ["tensor", "row"])
+@pytest.mark.parametrize("fast", [False, True])
+def test_bits_of_float16_are_those_of_torch(scales: str, fast: bool, library: Any) -> None:
+    """Where torch has such products; no kernel of this package asks for them."""
+
+    def multiply(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None = None) -> Tensor:
+        out = torch.empty(a.shape[0], b.shape[1], device="cuda", dtype=torch.float16)
+        (data, scale), kind = b.transpose, torch.float16
+        torch._scaled_mm(a.data, data, a.scale, scale, bias, None, kind, fast, out=out)
+        return out
+
+    call, before = replayed(multiply), decided(library)
+    try:
+        multiply(*operands(2048, 512, 1024, scales))
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    for with_bias in (False, True):
+        for _ in range(6):
+            a, b = operands(2048, 512, 1024, scales)
+            bias = torch.randn(512, device="cuda").half() if with_bias else None
+            assert torch.equal(call(a, b, bias), multiply(a, b, bias)), library.lt_counts()
+    assert decided(library) == before + 2
+
+
 def test_tensorwise_products_are_kept(library: Any) -> None:
     """torch multiplies these by cuBLASLt alone."""
     before = library.lt_counts()
