@@ -1,8 +1,8 @@
 // The usual eager call of a converted layer, and its gradients, without Python's own work.
 //
-// `lokakern.nn.linear.Linear.forward` asks here first: bfloat16 operands, or those that autocast
-// casts to it. Where anything is unusual (another dtype, a subclass, a transform, a static scale,
-// ...) the answer is None, and Python makes the call.
+// `lokakern.nn.linear.Linear.forward` asks here first: operands in the dtype of the routes, bfloat16
+// or float16, or those that autocast casts to it. Where anything is unusual (another dtype, a
+// subclass, a transform, a static scale, ...) the answer is None, and Python makes the call.
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/linear.h>
 #include <torch/csrc/Exceptions.h>
@@ -45,15 +45,18 @@ struct Route {
 
 // The routes of output, grad_input and grad_weight.
 struct Routes : std::array<Route, 3> {
+  at::ScalarType half = at::kBFloat16;  // of operands and outputs; kHalf: float16
   // Least m at which one of them quantizes, of m that 16 divides, and of others.
   std::array<int64_t, 2> quantizes_from{std::numeric_limits<int64_t>::max(),
                                         std::numeric_limits<int64_t>::max()};
   bool is_held = false;  // whether the layer may multiply another weight than its parameter
+  bool is_plain = true;  // whether none has a kernel, nor tells a dtype
 };
 
 Routes read_routes(pybind11::handle described, std::string_view plan) {
   Routes routes;
   routes.is_held = plan.substr(0, plan.find('\0')).find("held") != plan.npos;
+  if (plan.find(";float16") != plan.npos) routes.half = at::kHalf;  // as `dtype_of` in Python
   size_t place = 0;
   for (const auto& item : described) {
     Route& route = routes.at(place++);
@@ -63,6 +66,7 @@ Routes read_routes(pybind11::handle described, std::string_view plan) {
     route.text = text;
     route.scales = text.substr(0, text.find(';'));
     route.is_plain = text.empty();
+    routes.is_plain = routes.is_plain && route.is_plain;
     route.is_checked = is_checked;
     route.starts = starts;
     for (size_t kind = 0; kind < starts.size(); ++kind)
@@ -148,16 +152,17 @@ void check_unchanged(const at::Tensor& weight, int64_t version) {
   throw raised;
 }
 
-// As `RoutedLinear` in Python, for a bfloat16 x and a weight in bfloat16 or float32.
+// As `RoutedLinear` in Python, for x in the dtype of the routes and a weight in that or float32.
 struct RoutedLinear : torch::autograd::Function<RoutedLinear> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x,
                             const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                             const Routes* routes) {
     const Route &to_output = (*routes)[0], &to_input = (*routes)[1];
     at::Tensor kept = weight, turned, turned_scale;
-    if (weight.scalar_type() != at::kBFloat16) {  // it may change before the backward pass
+    const auto half = x.scalar_type();
+    if (weight.scalar_type() != half) {  // it may change before the backward pass
       if (to_input.is_plain) {
-        kept = weight.to(at::kBFloat16);
+        kept = weight.to(half);
       } else if (x.requires_grad() && to_input.quantizes_at(x.size(0))) {
         const auto found = results_of("lokakern::quantize_weight",
                                       {weight.detach().t(), to_input.scales});
@@ -175,7 +180,7 @@ struct RoutedLinear : torch::autograd::Function<RoutedLinear> {
           weight.is_inference() ? int64_t{-1} : static_cast<int64_t>(weight._version());
     }
     const at::Tensor& read = kept.defined() ? kept : weight;
-    if (to_output.is_plain) return at::linear(x, read.to(at::kBFloat16), bias);
+    if (to_output.is_plain) return at::linear(x, read.to(half), bias);
     return multiply(x, read.t(), {}, {}, bias, to_output);
   }
 
@@ -192,7 +197,7 @@ struct RoutedLinear : torch::autograd::Function<RoutedLinear> {
     const at::Tensor given = is_given ? found->second.toTensor() : weight;
     if (c10::GradMode::is_enabled()) {  // to be differentiated again: unquantized, in torch's order
       if (is_given) check_unchanged(given, context->saved_data["version"].toInt());
-      if (context->needs_input_grad(0)) to_x = grad.mm(given.to(at::kBFloat16));
+      if (context->needs_input_grad(0)) to_x = grad.mm(given.to(x.scalar_type()));
       if (context->needs_input_grad(1)) to_weight = grad.t().mm(x).to(given.scalar_type());
       if (has_bias && context->needs_input_grad(2)) to_bias = grad.sum(0);
       return {to_x, to_weight, to_bias, {}};
@@ -214,14 +219,16 @@ struct RoutedLinear : torch::autograd::Function<RoutedLinear> {
   }
 };
 
-// Whether the operands are multiplied in bfloat16, see `_fits` in Python; no float16 weights.
-bool fits(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
+// Whether the operands are multiplied in this dtype, as Python asks too. Weights of the other one
+// are Python's, and so is what is bfloat16 where autocast casts to float16.
+bool fits(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+          at::ScalarType half) {
   const auto device = x.device().type();
   const bool is_cast = at::autocast::is_autocast_enabled(device);
-  if (is_cast && at::autocast::get_autocast_dtype(device) != at::kBFloat16) return false;
+  if (is_cast && at::autocast::get_autocast_dtype(device) != half) return false;
   const auto has = [&](const at::Tensor& tensor, auto... others) {
     const auto dtype = tensor.scalar_type();
-    return dtype == at::kBFloat16 || (is_cast && (... || (dtype == others)));
+    return dtype == half || (is_cast && (... || (dtype == others)));
   };
   return has(x, at::kFloat, at::kHalf) && has(weight, at::kFloat) &&
          (!bias || has(*bias, at::kFloat, at::kHalf));
@@ -239,32 +246,32 @@ at::Tensor shaped(const at::Tensor& y, const at::Tensor& x) {
   return y.view(sizes);
 }
 
-std::optional<at::Tensor> in_bfloat16(const std::optional<at::Tensor>& bias) {
-  return bias ? std::optional(bias->to(at::kBFloat16)) : std::nullopt;
+std::optional<at::Tensor> in_half(const std::optional<at::Tensor>& bias, const Routes& routes) {
+  return bias ? std::optional(bias->to(routes.half)) : std::nullopt;
 }
 
 at::Tensor quantized(const at::Tensor& given, const at::Tensor& weight,
                      const std::optional<at::Tensor>& given_bias,
                      const std::optional<at::Tensor>& data, const std::optional<at::Tensor>& scale,
                      const Routes& routes, bool has_grad, bool is_recorded) {
-  const at::Tensor x = given.to(at::kBFloat16);
-  const auto bias = in_bfloat16(given_bias);
+  const at::Tensor x = given.to(routes.half);
+  const auto bias = in_half(given_bias, routes);
   const at::Tensor rows = rows_of(x);  // last: gradients are passed on in this order
   if (has_grad) return shaped(RoutedLinear::apply(rows, weight, bias, &routes), x);
   c10::IValue right;
   if (!data || routes[0].is_checked)  // as `RoutedLinear` does, also without gradients
-    right = (is_recorded && routes[1].is_plain ? weight.to(at::kBFloat16) : weight).t();
+    right = (is_recorded && routes[1].is_plain ? weight.to(routes.half) : weight).t();
   return shaped(multiply(rows, right, data, scale, bias, routes[0]), x);
 }
 
 }  // namespace
 
-bool is_unquantized(PyObject* plan, PyObject* describe, int64_t m) {
+bool is_unquantized(PyObject* plan, PyObject* describe, int64_t m, at::ScalarType half) {
   if (is_none(plan)) return true;  // of the class: no route
   const auto text = pybind11::handle(plan).cast<std::string_view>();
   if (text.empty()) return true;
   const Routes* const routes = routes_of(plan, describe);  // none of an altered weight
-  return routes && !routes->is_held && !(*routes)[0].quantizes_at(m);
+  return routes && !routes->is_held && routes->half == half && !(*routes)[0].quantizes_at(m);
 }
 
 namespace {
@@ -279,7 +286,8 @@ bool is_unquantized_at(PyObject* plan, PyObject* given, PyObject* parameter, PyO
   const at::Tensor x = THPVariable_Unpack(given);  // which another thread may release
   if (x.is_meta() || x.is_nested() || !x.dim() || !x.numel()) return false;
   // Python warns of dtypes that no kernel takes.
-  if (x.scalar_type() != at::kBFloat16 || !fits(x, *weight, std::nullopt)) return false;
+  if (x.scalar_type() != routes->half || !fits(x, *weight, std::nullopt, routes->half))
+    return false;
   const int64_t m = x.numel() / x.size(-1);
   return m < routes->quantizes_from[m % 16 != 0] && is_usual_state();
 }
@@ -338,9 +346,12 @@ PyObject* layer_output(PyObject* const* given, Py_ssize_t count) {
   PyObject* const bias_object = item(parameters, names().bias);
   const auto x = tensor_in(given[1]), weight = tensor_in(item(parameters, names().weight)),
              bias = tensor_in(bias_object);
+  // A held weight without kernels may be of either dtype.
+  const auto half = routes->is_plain && weight && weight->scalar_type() == at::kHalf ? at::kHalf
+                                                                                     : routes->half;
   if (!x || !weight || (!bias && bias_object != Py_None) || !is_usual(*x, *x) ||
       !is_usual(*weight, *x) || (bias && !is_usual(*bias, *x)) || !is_usual_state() ||
-      !fits(*x, *weight, bias))
+      !fits(*x, *weight, bias, half))
     Py_RETURN_NONE;
   if (x->dim() < 2 || weight->dim() != 2 || x->size(-1) != weight->size(1) || !x->numel() ||
       (x->dim() > 2 && !x->is_contiguous()))
@@ -353,7 +364,7 @@ PyObject* layer_output(PyObject* const* given, Py_ssize_t count) {
   const bool quantizes =
       (*routes)[0].quantizes_at(m) ||
       (has_grad && ((*routes)[1].quantizes_at(m) || (*routes)[2].quantizes_at(m)));
-  const bool is_cast = weight->scalar_type() != at::kBFloat16;
+  const bool is_cast = weight->scalar_type() != half;
   if (quantizes && is_cast) {
     const auto is_checked = [](const Route& route) { return route.is_checked; };
     if (item(dict, names().has_parameter) != Py_True ||
@@ -377,7 +388,7 @@ PyObject* layer_output(PyObject* const* given, Py_ssize_t count) {
                        (held->stride(-1) == 1 || x->stride(-1) != 1);
   c10::IValue activation, activator;
   if (count == 6) {
-    if (!data || (*routes)[0].is_checked || x->scalar_type() != at::kBFloat16) Py_RETURN_NONE;
+    if (!data || (*routes)[0].is_checked || x->scalar_type() != half) Py_RETURN_NONE;
     activation = THPUtils_unpackString(given[3]);
     activator = activator_of(given[4], routes, m, x->size(-1), given[5]);
     if (activator.isNone()) Py_RETURN_NONE;
@@ -387,8 +398,8 @@ PyObject* layer_output(PyObject* const* given, Py_ssize_t count) {
     const pybind11::gil_scoped_release others;  // a launch waits where the queue is full
     if (count == 6)
       y = shaped(run_op("lokakern::activated_gemm",
-                        {rows_of(*x), activation, activator, *data, *scale, in_bfloat16(bias),
-                         (*routes)[0].text}),
+                        {rows_of(*x), activation, activator, *data, *scale,
+                         in_half(bias, *routes), (*routes)[0].text}),
                  *x);
     else if (quantizes)
       y = quantized(*x, *weight, bias, data, scale, *routes, has_grad, is_recorded);
@@ -428,14 +439,14 @@ PyObject* held_by(PyObject* place, PyObject* owner) {
               PyTuple_GET_ITEM(place, 2));
 }
 
-bool is_bfloat16_on(const at::Tensor& tensor, const at::Tensor& x) {
-  return tensor.scalar_type() == at::kBFloat16 && tensor.device() == x.device();
+bool is_beside(const at::Tensor& tensor, const at::Tensor& x) {
+  return tensor.scalar_type() == x.scalar_type() && tensor.device() == x.device();
 }
 
 }  // namespace
 
 PyObject* call_chain(PyObject*, PyObject* const* given, Py_ssize_t count) {
-  if (count != 4 || !PyTuple_Check(given[1]) || PyTuple_GET_SIZE(given[1]) < 5 ||
+  if (count != 4 || !PyTuple_Check(given[1]) || PyTuple_GET_SIZE(given[1]) < 6 ||
       !PyTuple_Check(given[3])) {
     PyErr_SetString(PyExc_TypeError, "call_chain: expected a tensor, a recipe, a module, a tuple");
     return nullptr;
@@ -446,9 +457,10 @@ PyObject* call_chain(PyObject*, PyObject* const* given, Py_ssize_t count) {
            *const operands = PyTuple_GET_ITEM(recipe, 3),
            *const unread = PyTuple_GET_ITEM(recipe, 4), *const owner = given[2],
            *const beside = given[3];
+  const auto half = PyTuple_GET_ITEM(recipe, 5) == Py_True ? at::kHalf : at::kBFloat16;
   if (reinterpret_cast<PyObject*>(Py_TYPE(given[0])) != THPVariableClass) Py_RETURN_NONE;
   const at::Tensor x = THPVariable_Unpack(given[0]);  // which another thread may release
-  if (!is_usual(x, x) || x.scalar_type() != at::kBFloat16 || x.dim() < 2 || !is_usual_state() ||
+  if (!is_usual(x, x) || x.scalar_type() != half || x.dim() < 2 || !is_usual_state() ||
       at::autocast::is_autocast_enabled(x.device().type()))
     Py_RETURN_NONE;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(facts); ++i)
@@ -460,7 +472,7 @@ PyObject* call_chain(PyObject*, PyObject* const* given, Py_ssize_t count) {
   bool has_grad = x.requires_grad();
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(unread); ++i) {
     const auto tensor = tensor_in(held_by(PyTuple_GET_ITEM(unread, i), owner));
-    if (!tensor || !is_bfloat16_on(*tensor, x)) Py_RETURN_NONE;
+    if (!tensor || !is_beside(*tensor, x)) Py_RETURN_NONE;
     has_grad |= tensor->requires_grad();
   }
   // The signature of call_op, by the operands that the modules have now.
@@ -487,7 +499,7 @@ PyObject* call_chain(PyObject*, PyObject* const* given, Py_ssize_t count) {
       words.push_back(0);
       continue;
     }
-    PyObject* const kind = PyTuple_GET_ITEM(place, 3);  // None, bytes (False) or bfloat16 (True)
+    PyObject* const kind = PyTuple_GET_ITEM(place, 3);  // None, bytes (False), or True: x's dtype
     PyObject* const object = held_by(place, owner);
     if (kind == Py_None) {
       if (object != Py_None) Py_RETURN_NONE;
@@ -495,13 +507,13 @@ PyObject* call_chain(PyObject*, PyObject* const* given, Py_ssize_t count) {
       continue;
     }
     const auto tensor = tensor_in(object);
-    if (!tensor || (kind == Py_True && !is_bfloat16_on(*tensor, x)) || !add(*tensor))
+    if (!tensor || (kind == Py_True && !is_beside(*tensor, x)) || !add(*tensor))
       Py_RETURN_NONE;
     has_grad |= kind == Py_True && tensor->requires_grad();
   }
   for (Py_ssize_t i = 0; i < outer; ++i) {
     const auto tensor = tensor_in(PyTuple_GET_ITEM(beside, i));
-    if (!tensor || !is_usual(*tensor, x) || !is_bfloat16_on(*tensor, x) ||
+    if (!tensor || !is_usual(*tensor, x) || !is_beside(*tensor, x) ||
         tensor->dim() != x.dim() ||
         tensor->sizes().slice(0, x.dim() - 1) != x.sizes().slice(0, x.dim() - 1))
       Py_RETURN_NONE;

@@ -19,8 +19,9 @@ PyObject* layer_output(PyObject* const* given, Py_ssize_t count);
 // Whether a tensor has elements, only memory and no tangent, on the device of another tensor.
 bool is_usual(const at::Tensor& x, const at::Tensor& like);
 
-// Whether a layer of a plan multiplies its own weight, whole and in bfloat16, at m rows.
-bool is_unquantized(PyObject* plan, PyObject* describe, int64_t m);
+// Whether a layer of a plan for this dtype multiplies its own weight, whole and unquantized, at m
+// rows.
+bool is_unquantized(PyObject* plan, PyObject* describe, int64_t m, at::ScalarType half);
 
 // call_chain(x, recipe, owner, beside): the output of a chain by a `lokakern.nn.chain_call.Recipe`,
 // or None where its modules changed, where x or a tensor ``beside`` is unusual, where a gradient is

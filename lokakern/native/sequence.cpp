@@ -272,13 +272,15 @@ std::optional<at::Tensor> rectified(PyObject* layer, PyObject* relu, const py::o
   const auto operands = {&x, &*weight, &*bias};
   for (const at::Tensor* each : operands)
     if (!is_usual(*each, x)) return std::nullopt;
+  const auto half = x.scalar_type();
+  if (half != at::kBFloat16 && half != at::kHalf) return at::Tensor();
   for (const at::Tensor* each : operands)
-    if (each->scalar_type() != at::kBFloat16 ||
+    if (each->scalar_type() != half ||
         (at::GradMode::is_enabled() && each->requires_grad()))
       return at::Tensor();
   if (x.dim() < 2 || (x.dim() > 2 && !x.is_contiguous()) || x.size(-1) != weight->size(-1) ||
       at::autocast::is_autocast_enabled(x.device().type()) ||
-      !is_unquantized(item(dict, names().plan), describe, row_count(x)))
+      !is_unquantized(item(dict, names().plan), describe, row_count(x), half))
     return std::nullopt;
   return without_gil([&] {
     const at::Tensor rows = x.dim() == 2 ? x : x.reshape({-1, x.size(-1)});

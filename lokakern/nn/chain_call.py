@@ -69,6 +69,7 @@ class Recipe(NamedTuple):
         children: Module, "_modules", name and child, for what was read of a layer's children.
         operands: Module, dictionary, name and kind of each operand; None for an absent one.
         unread: As ``operands``, parameters that have to be as usual and that no launch reads.
+        is_half: Whether the plan is for float16.
         among: As of `Keeper`.
         end: As of `Keeper`.
     """
@@ -78,6 +79,7 @@ class Recipe(NamedTuple):
     children: tuple[tuple[nn.Module | None, str, str, nn.Module], ...]
     operands: tuple[tuple[nn.Module | None, str, str, bool | None] | None, ...]
     unread: tuple[tuple[nn.Module | None, str, str], ...]
+    is_half: bool
     among: tuple[nn.Module, ...]
     end: int
 
@@ -271,8 +273,8 @@ def _recipe_of(
         absent = tuple(name for name in names if name not in own)
         facts.append((named(module), type(module), tuple(present), absent))
     return Recipe(
-        plan, tuple(facts), tuple(children), tuple(operands), tuple(unread), keeper.among,
-        keeper.end,
+        plan, tuple(facts), tuple(children), tuple(operands), tuple(unread),
+        dtype_of(plan) is torch.float16, keeper.among, keeper.end,
     )  # fmt: skip
 
 

@@ -661,7 +661,7 @@ def described(plan: str) -> list[tuple[str, bool, list[list[tuple[int, bool]]]]]
     kernel.
     """
     flags, _, *routes = plan.split(_BETWEEN)
-    keeps = flags.startswith(ADDING) or has_delayed(plan) or FLOAT16 in plan
+    keeps = flags.startswith(ADDING) or has_delayed(plan)
     if keeps or OFFLOADED in flags or (ALTERED in flags and HELD not in flags):
         return None
     return [

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from lokakern.errors import UnsupportedError
 from lokakern.native import NATIVE
 from lokakern.nn.linear import Linear
-from lokakern.nn.routed_matmul import PLAIN, route_text
+from lokakern.nn.routed_matmul import PLAIN, in_dtype, route_text
 from tests.support import native
 from tests.support.routed_layers import (
     BLOCK,
@@ -55,14 +55,18 @@ class Case:
     needs: tuple[bool, bool, bool] = (True, True, True)
     is_cached: bool = True
     device: str = "cpu"
+    half: torch.dtype = BFLOAT16
 
     @property
     def is_for_python(self) -> bool:
         """Whether C++ leaves a call with a kernel to Python."""
-        return self.shape == "turned samples" and not self.input().is_contiguous()
+        is_mixed = self.half is FLOAT16 and BFLOAT16 in (self.x, self.weight, self.bias)
+        is_mixed = is_mixed or (self.half is BFLOAT16 and self.weight is FLOAT16)
+        return is_mixed or (self.shape == "turned samples" and not self.input().is_contiguous())
 
     def layer(self) -> Linear:
-        made = layer_of(self.routes, bias=self.bias is not None, dtype=self.weight)
+        first, second, third = (in_dtype(route, self.half) for route in self.routes)
+        made = layer_of((first, second, third), bias=self.bias is not None, dtype=self.weight)
         if self.bias is not None:
             made.bias = nn.Parameter(made.bias.detach().to(self.bias))
         for parameter, needs in zip(made.parameters(), self.needs[1:], strict=False):
@@ -83,7 +87,7 @@ class Case:
         return x.detach().requires_grad_(self.needs[0])
 
     def autocast(self) -> torch.autocast:
-        return torch.autocast(self.device, BFLOAT16, cache_enabled=self.is_cached)
+        return torch.autocast(self.device, self.half, cache_enabled=self.is_cached)
 
 
 def leaves_of(layer: Linear, *inputs: Tensor) -> list[Tensor]:
@@ -254,10 +258,10 @@ def with_regions_inside(case: Case, layer: Linear) -> Found:
         first = layer(x)
         with torch.autocast(case.device, enabled=False):
             between = tried(lambda: layer(x))
-        with torch.autocast(case.device, FLOAT16):
-            half = tried(lambda: layer(x).detach())  # the cache has bfloat16
+        with torch.autocast(case.device, FLOAT16 if case.half is BFLOAT16 else BFLOAT16):
+            other = tried(lambda: layer(x).detach())  # the cache has the layer's dtype
         y = first + layer(x)
-    return [*between, *half, *backward(y, leaves_of(layer, x))]
+    return [*between, *other, *backward(y, leaves_of(layer, x))]
 
 
 def recomputed(case: Case, layer: Linear) -> Found:
@@ -297,7 +301,7 @@ WAYS: tuple[Callable[[Case, Linear], Found], ...] = (
     without_gradients, on_inference_tensors, of_an_inference_weight, of_a_computed_weight,
     with_regions_inside, recomputed, packed, hooked,
 )  # fmt: skip
-# Where some call is not under autocast to bfloat16, or may get nothing to multiply.
+# Where some call is not under autocast to the layer's dtype, or may get nothing to multiply.
 NOT_ALL_IN_CPP = (with_regions_inside,)
 
 
@@ -357,10 +361,11 @@ CASES = st.builds(
     m=st.sampled_from([48, 17, 8, 1]),
     shape=st.sampled_from(["rows", "slice", "columns", "samples", "turned samples"]),
     x=st.sampled_from([FLOAT32, FLOAT16, BFLOAT16]),
-    weight=st.sampled_from([FLOAT32, FLOAT32, BFLOAT16]),
+    weight=st.sampled_from([FLOAT32, FLOAT32, BFLOAT16, FLOAT16]),
     bias=st.sampled_from([FLOAT32, None, BFLOAT16, FLOAT16]),
     needs=st.tuples(st.booleans(), st.booleans(), st.booleans()),
     is_cached=st.booleans(),
+    half=st.sampled_from([BFLOAT16, FLOAT16]),
 )
 
 
@@ -377,6 +382,11 @@ CASES = st.builds(
 @example(case=Case(routes=(BY_ROW, BY_BLOCK, PLAIN), m=17))  # no kernel for the gradient
 @example(case=Case(weight=BFLOAT16, shape="samples"))
 @example(case=Case(x=BFLOAT16, shape="samples"))  # the order of gradients
+@example(case=Case(half=FLOAT16))
+@example(case=Case((BY_ROW, PLAIN, BY_GROUP), half=FLOAT16))
+@example(case=Case((PLAIN, BY_ROW, PLAIN), weight=FLOAT16, bias=FLOAT16, half=FLOAT16))
+@example(case=Case(m=8, x=FLOAT16, shape="samples", half=FLOAT16))
+@example(case=Case(x=BFLOAT16, half=FLOAT16))  # Python's
 def test_calls_under_autocast_have_the_bits_of_python(
     way: Callable[[Case, Linear], Found], case: Case
 ) -> None:
@@ -386,20 +396,23 @@ def test_calls_under_autocast_have_the_bits_of_python(
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.parametrize("routes", [ROUTES, (BY_ROW, PLAIN, BY_GROUP), (PLAIN, BY_ROW, PLAIN)])
+@pytest.mark.parametrize("half", [BFLOAT16, FLOAT16])
 def test_a_gpu_has_the_bits_of_python(
-    routes: tuple[str, str, str], way: Callable[[Case, Linear], Found]
+    half: torch.dtype, routes: tuple[str, str, str], way: Callable[[Case, Linear], Found]
 ) -> None:
     for case in (
         Case(routes, m=128),
-        Case(routes, m=128, x=BFLOAT16, shape="samples", needs=(False, True, True)),
+        Case(routes, m=128, x=half, shape="samples", needs=(False, True, True)),
         Case(routes, m=17, bias=None),
+        Case(routes, m=128, x=half, weight=half, bias=half),
     ):
-        compare(replace(case, device="cuda"), way)
+        compare(replace(case, device="cuda", half=half), way)
 
 
-def test_frozen_and_held_weights() -> None:
-    frozen, other = Case().layer(), Case(bias=BFLOAT16).layer()
-    held = layer_of((PLAIN, PLAIN, PLAIN), k=37)
+@pytest.mark.parametrize("half", [BFLOAT16, FLOAT16])
+def test_frozen_and_held_weights(half: torch.dtype) -> None:
+    frozen, other = Case(half=half).layer(), Case(bias=half, half=half).layer()
+    held = layer_of((PLAIN, PLAIN, PLAIN), k=37, dtype=half)
     for layer in (frozen, other, held):
         layer.freeze()
     held.held_weight.mul_(2.0)  # so that it is not the weight
@@ -407,17 +420,17 @@ def test_frozen_and_held_weights() -> None:
         (layer, rows(m, layer.in_features).to(dtype))
         for layer in (frozen, other, held)
         for m in (48, 8)
-        for dtype in (FLOAT32, FLOAT16, BFLOAT16)
+        for dtype in (FLOAT32, FLOAT16, half)
     ]
     calls.append((held, rows(k=37).float().t().contiguous().t()))
-    with counted() as made, torch.no_grad(), torch.autocast("cpu", BFLOAT16):
+    with counted() as made, torch.no_grad(), torch.autocast("cpu", half):
         for layer, x in calls:
             with in_python():
                 expected = layer(x)
             for _ in range(REPEATS):
                 assert same(layer(x), expected)
         assert all(made) and len(made) == REPEATS * len(calls)
-    with counted() as made, torch.autocast("cpu", BFLOAT16):
+    with counted() as made, torch.autocast("cpu", half):
         frozen.requires_grad_(False)
         with in_python():
             expected = frozen(rows().float())
@@ -427,19 +440,27 @@ def test_frozen_and_held_weights() -> None:
         assert made == [True, False]
 
 
-def test_an_activated_input_is_multiplied_by_a_frozen_weight() -> None:
-    layer = layer_of((ROUTE, PLAIN, PLAIN), dtype=FLOAT32)
+@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("half", [BFLOAT16, FLOAT16])
+def test_an_activated_input_is_multiplied_by_a_frozen_weight(half: torch.dtype, where: str) -> None:
+    layer = layer_of((in_dtype(ROUTE, half), PLAIN, PLAIN), dtype=FLOAT32).to(where)
     layer.freeze()
+    x = rows(128).to(where, half)
+    x[0, 0], x[1, 0] = torch.finfo(half).max, torch.inf
     with counted() as made, torch.no_grad():
-        with torch.autocast("cpu", BFLOAT16):
+        with torch.autocast(where, half):
             with in_python():
-                expected = layer.forward_activated(rows(), "relu", ACTIVATING)
-            assert expected is not None
+                expected = layer.forward_activated(x, "relu", ACTIVATING)
+            assert expected is not None and expected.dtype is half
             for _ in range(REPEATS):
-                assert same(layer.forward_activated(rows(), "relu", ACTIVATING), expected)
+                y = layer.forward_activated(x, "relu", ACTIVATING)
+                assert y is not None and same(y.view(torch.int16), expected.view(torch.int16))
             assert made == [True] * REPEATS
-            assert layer.forward_activated(rows().float(), "relu", ACTIVATING) is None
-        assert layer.forward_activated(rows(), "relu", ACTIVATING) is None
+            for other in (FLOAT32, BFLOAT16 if half is FLOAT16 else FLOAT16):
+                assert layer.forward_activated(x.to(other), "relu", ACTIVATING) is None
+            relu = layer(x.relu())
+            assert same(relu.view(torch.int16), expected.view(torch.int16))
+        assert layer.forward_activated(x, "relu", ACTIVATING) is None
 
 
 @pytest.mark.parametrize("is_cached", [True, False])

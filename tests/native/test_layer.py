@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,12 +30,15 @@ from tests.support.routed_layers import (
     ROW_KERNEL,
     K,
     N,
+    layer_in,
     layer_of,
     plain_of,
     rows,
 )
 
 ACTIVATING = "cuda.activate_quantize_row"
+BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
+OTHER = {BFLOAT16: FLOAT16, FLOAT16: BFLOAT16}
 
 
 @pytest.fixture
@@ -59,41 +64,127 @@ def passed(layer: nn.Module, x: Tensor) -> list[Tensor]:
     return [y.detach(), *(z.grad for z in (x, *layer.parameters()) if z.grad is not None)]
 
 
+def same_bits(found: list[Tensor], expected: list[Tensor]) -> bool:
+    pairs = zip(found, expected, strict=True)
+    return all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in pairs)
+
+
 def in_python(layer: Linear, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     with monkeypatch.context() as patch:
         patch.setattr(NATIVE, "call_layer", None)
         return passed(layer, x)
 
 
+@pytest.mark.parametrize("dtype", OTHER)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(
     "routes", [ROUTES, (PLAIN, ROUTES[1], PLAIN), (ROUTES[0], PLAIN, PLAIN), EAGER_ROUTES]
 )
 def test_outputs_and_gradients_have_the_bits_of_python(
-    routes: tuple[str, str, str], bias: bool, calls: list[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layer = layer_of(routes, bias=bias)
+    routes: tuple[str, str, str], bias: bool, dtype: torch.dtype, calls: list[bool],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    layer = layer_in(dtype, routes, bias=bias)
     for x in (rows(48), rows(8), rows(48).view(3, 16, K), rows(17)):
-        expected = in_python(layer, x, monkeypatch)
+        expected = in_python(layer, x.to(dtype), monkeypatch)
         for _ in range(4):  # Python, recorded, replayed
-            assert all(map(torch.equal, passed(layer, x), expected))
+            assert same_bits(passed(layer, x.to(dtype)), expected)
     assert all(calls)
 
 
-def test_frozen_and_held_weights(calls: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    frozen, held = layer_of(ROUTES), layer_of((PLAIN, PLAIN, PLAIN), k=37)
-    both = layer_of(EAGER_ROUTES, k=37)  # compiled graphs read the held weight
+@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_what_overflows_float16_has_the_bits_of_python(
+    where: str, calls: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In outputs, and in gradients, whose losses are scaled."""
+    layer, x = layer_in(FLOAT16).to(where), rows(128).to(where, FLOAT16)
+    x[0], x[1], x[2, 3], x[3, 5] = 6e4, -6e4, torch.inf, torch.nan
+    with torch.no_grad():
+        layer.weight[0] = 1.0
+    expected = in_python(layer, x, monkeypatch)
+    y, grad_x, grad_weight, _ = expected
+    assert all(gradient.isinf().any() or gradient.isnan().any() for gradient in expected)
+    assert y[0, 0] == torch.inf and y[1, 0] == -torch.inf and y[2:4].isnan().all()
+    assert y[4:].isfinite().all() and grad_weight.isnan().any() and not grad_x.isfinite().all()
+    for _ in range(4):
+        assert same_bits(passed(layer, x), expected)
+    assert all(calls)
+
+
+@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("dtype", [FLOAT16, torch.float32])
+def test_converted_models_of_float16(
+    where: str, dtype: torch.dtype, inference: bool, calls: list[bool],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(K, N), nn.ReLU(), nn.Linear(N, 16)).to(where, dtype)
+    kernels = {"output": "row", "grad_input": "row", "grad_weight": "1x128"}
+    lokakern.convert(model, kernels=kernels, inference=inference, dtype=FLOAT16)
+    x = rows(256).to(where, dtype)
+    x[0], x[1, 1] = 60000.0, torch.inf
+
+    def called() -> list[Tensor]:
+        model.zero_grad()
+        is_cast = dtype is not FLOAT16
+        with torch.autocast(where, FLOAT16, is_cast), torch.set_grad_enabled(not inference):
+            y = model(x)
+            if not inference:
+                y.float().square().sum().backward()
+        return [y.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(NATIVE, "call_layer", None)
+        patch.setattr(NATIVE, "call_sequence", None)
+        expected = called()
+    monkeypatch.setattr(NATIVE, "call_sequence", None)  # so that each layer is counted
+    assert expected[0].dtype is FLOAT16 and len(expected) == (1 if inference else 5)
+    for _ in range(4):
+        assert same_bits(called(), expected)
+    assert calls == [True] * 8
+
+
+@pytest.mark.parametrize("dtype", OTHER)
+def test_operands_of_the_other_dtype_are_left_to_python(
+    dtype: torch.dtype, calls: list[bool]
+) -> None:
+    """At m with kernels and without; Python decides."""
+    checks.warn_once.cache_clear()
+    other = OTHER[dtype]
+    for m in (48, 8):
+        x, layer = rows(m).to(other), layer_in(dtype)
+        with pytest.raises(RuntimeError, match="dtype"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            layer(x)
+        layer.to(other)  # and not converted for that
+        assert torch.equal(layer(x), plain_of(layer)(x))
+        layer = layer_in(dtype)
+        layer.bias.data = layer.bias.data.to(other)
+        with pytest.raises(RuntimeError, match="dtype") if m == 8 else contextlib.nullcontext():
+            assert layer(x.to(dtype)).dtype is dtype  # a quantized product rounds its bias
+    assert calls == [False] * 5  # and one that torch refused
+
+
+@pytest.mark.parametrize("dtype", OTHER)
+def test_frozen_and_held_weights(
+    dtype: torch.dtype, calls: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frozen = layer_in(dtype)
+    held = layer_in(dtype, (PLAIN, PLAIN, PLAIN), k=37)
+    both = layer_in(dtype, EAGER_ROUTES, k=37)  # compiled graphs read the held weight
     for layer in (frozen, held, both):
         layer.freeze()
     assert both.is_frozen and both.is_held
     with torch.no_grad():
-        for layer, x in (
+        for layer, given in (
             (frozen, rows()),
             (held, rows(k=37)),
             (held, rows(k=37).t().contiguous().t()),
             (both, rows(k=37)),
             (both, rows(8, k=37).t().contiguous().t()),
         ):
+            x = given.to(dtype)
             with monkeypatch.context() as patch:
                 patch.setattr(NATIVE, "call_layer", None)
                 expected = layer(x)
@@ -102,10 +193,10 @@ def test_frozen_and_held_weights(calls: list[bool], monkeypatch: pytest.MonkeyPa
                 assert torch.equal(layer(x), expected)
             assert all(calls)
         frozen.load_state_dict({k: 2 * v for k, v in frozen.state_dict().items()})
-        fresh = layer_of(ROUTES)
+        fresh, x = layer_in(dtype), rows().to(dtype)
         fresh.load_state_dict(frozen.state_dict())
         for _ in range(3):
-            assert torch.equal(frozen(rows()), fresh(rows()))
+            assert torch.equal(frozen(x), fresh(x))
 
 
 def test_layers_that_quantize_nothing_are_linear(calls: list[bool]) -> None:
@@ -218,9 +309,10 @@ def test_small_unusual_calls_stay_in_python(calls: list[bool]) -> None:
         assert calls and not any(calls), call
 
 
-def test_second_derivatives_are_those_of_linear(calls: list[bool]) -> None:
-    layer = layer_of(ROUTES)
-    x, gradient = rows().requires_grad_(), rows(k=N, seed=2).requires_grad_()
+@pytest.mark.parametrize("dtype", OTHER)
+def test_second_derivatives_are_those_of_linear(dtype: torch.dtype, calls: list[bool]) -> None:
+    layer = layer_in(dtype)
+    x, gradient = (y.to(dtype).requires_grad_() for y in (rows(), rows(k=N, seed=2)))
     results = []
     for call in (layer, plain_of(layer)):
         leaves = (x, *call.parameters())

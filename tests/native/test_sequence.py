@@ -20,12 +20,14 @@ from torch.overrides import TorchFunctionMode
 from lokakern.native import NATIVE
 from lokakern.nn.linear import Linear
 from lokakern.nn.rectified import ALWAYS
+from lokakern.nn.routed_matmul import in_dtype
 from lokakern.nn.static_handoff import BoundedSequential, set_handoff
 from tests.support import native
 from tests.support.routed_layers import BY_ROW, K, layer_of, rows
 
 ROOT = Path(__file__).parents[2]
 IDLE = 4  # rows at which BY_ROW does not hold
+FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
 KINDS: dict[str, Callable[[], nn.Module]] = {
     "Linear": lambda: nn.Linear(K, K),
     "Linear without bias": lambda: nn.Linear(K, K, bias=False),
@@ -74,6 +76,9 @@ def sequence(*modules: nn.Module, dtype: torch.dtype = torch.bfloat16) -> nn.Seq
     """Modules of which the second is fused with the third, but not at `IDLE` rows."""
     torch.manual_seed(0)
     model = nn.Sequential(Linear(K, K), nn.ReLU(), *modules).to(dtype).eval()
+    for module in model:
+        if isinstance(module, Linear):
+            module.take_routes([in_dtype(x, dtype) for x in module._routes], module.weight)
     for name, tensor in model.state_dict().items():
         if tensor.dim() == 1:
             nn.init.uniform_(tensor, 0.1 if "var" in name else -0.5, 1.0)
@@ -127,10 +132,13 @@ def plain(model: nn.Sequential) -> nn.Sequential:
     return nn.Sequential(*model)
 
 
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16])
 @pytest.mark.parametrize("kind", [*KINDS, *BY_PYTHON])
-def test_outputs_and_gradients_have_the_bits_of_python(kind: str, made: list[bool]) -> None:
-    model = idle(sequence(nn.Linear(K, K), (KINDS | BY_PYTHON)[kind](), nn.Linear(K, 8)))
-    x = rows(IDLE)
+def test_outputs_and_gradients_have_the_bits_of_python(
+    kind: str, dtype: torch.dtype, made: list[bool]
+) -> None:
+    modules = nn.Linear(K, K), (KINDS | BY_PYTHON)[kind](), nn.Linear(K, 8)
+    model, x = idle(sequence(*modules, dtype=dtype)), rows(IDLE).to(dtype)
     made.clear()
     assert same(results(model, x), results(plain(model), x)) and made == [True]
     with torch.no_grad():
@@ -150,12 +158,14 @@ def test_modules_in_training(kind: str, made: list[bool]) -> None:
     assert all(map(torch.equal, plain(model).state_dict().values(), other.state_dict().values()))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_autocast(dtype: torch.dtype, made: list[bool]) -> None:
+@pytest.mark.parametrize(("dtype", "half"), [
+    (FLOAT32, BFLOAT16), (BFLOAT16, BFLOAT16), (FLOAT32, FLOAT16), (FLOAT16, FLOAT16),
+])  # fmt: skip
+def test_autocast(dtype: torch.dtype, half: torch.dtype, made: list[bool]) -> None:
     modules = [nn.LayerNorm(K), nn.ReLU(), nn.Linear(K, K), nn.GELU(), nn.Linear(K, 8)]
     model, x = idle(sequence(*modules, dtype=dtype)), rows(IDLE).to(dtype)
     made.clear()
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", half):
         assert same(results(model, x), results(plain(model), x))
     assert made == [True]
 
@@ -295,14 +305,15 @@ def test_classes_that_were_patched_before_are_left_to_python() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16])
 def test_settings_that_hold_run_among_other_modules(
-    made: list[bool], monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, made: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = sequence(layer_of((BY_ROW, "", ""), n=K), nn.Tanh(), nn.Linear(K, 8))
+    model = sequence(Linear(K, K), nn.Tanh(), nn.Linear(K, 8), dtype=dtype)
     for layer in (model[0], model[2]):
-        layer.take_routes((BY_ROW, "", ""), layer.weight)
+        layer.take_routes((in_dtype(BY_ROW, dtype), "", ""), layer.weight)
         layer.freeze()
-    x, runs = rows(48), []
+    x, runs = rows(48).to(dtype), []
     run = BoundedSequential._handed
 
     def counted(*given: Any) -> Any:
@@ -320,7 +331,7 @@ def test_settings_that_hold_run_among_other_modules(
         assert torch.equal(model(x), plain(model)(x)) and made[-1] is False
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16, FLOAT32])
 def test_gradients_of_relus_in_products_need_no_python(
     dtype: torch.dtype, made: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -330,7 +341,7 @@ def test_gradients_of_relus_in_products_need_no_python(
     x, asked = rows(IDLE).to(dtype), []
     run = BoundedSequential._handed
     monkeypatch.setattr(BoundedSequential, "_handed", lambda *g: asked.append(g[2]) or run(*g))
-    with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.float32):
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype is FLOAT32):
         expected = results(plain(model), x)
         assert same(results(idle(model), x), expected) and not asked[1:]
         asked.clear()
@@ -338,6 +349,61 @@ def test_gradients_of_relus_in_products_need_no_python(
         assert same(results(model, x), expected) and made == [True] and not asked
         monkeypatch.setattr(NATIVE, "call_sequence", None)
         assert same(results(model, x), expected) and not asked
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16, FLOAT32])
+def test_relus_in_products_need_no_python_without_gradients(
+    dtype: torch.dtype, made: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of operands of one dtype, bfloat16 or float16; an infinite sum stays one, or is zero."""
+    model = sequence(nn.Linear(K, K), nn.Tanh(), dtype=dtype)
+    set_handoff(model, [""] * 4, [""] * 4, rectified=[ALWAYS, "", "", ""])
+    x, asked = rows(IDLE).to(dtype), []
+    x[0], model[0].weight.data[0] = 60000.0, 10.0
+    idle(model)
+    monkeypatch.setattr(BoundedSequential, "_handed", lambda *given: asked.append(given))
+    made.clear()
+    with torch.no_grad(), torch.profiler.profile() as profile:
+        assert torch.equal(model(x).view(torch.int16), plain(model)(x).view(torch.int16))
+        assert dtype is not FLOAT16 or model[0](x)[0, 0] == torch.inf
+    names = [event.name for event in profile.events()]
+    assert names.count("aten::_addmm_activation") == (dtype is not FLOAT32)
+    assert made == [True] and not asked
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16])
+@pytest.mark.parametrize("of_plan", [BFLOAT16, FLOAT16])
+def test_relus_of_a_layer_with_kernels_for_the_other_dtype_are_left_to_python(
+    dtype: torch.dtype, of_plan: torch.dtype, made: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as a model that was cast after its conversion, of which Python warns."""
+    model, asked = sequence(nn.Tanh(), dtype=dtype), []
+    model[0].take_routes(("", in_dtype(BY_ROW, of_plan), ""), model[0].weight)
+    set_handoff(model, [""] * 3, [""] * 3, rectified=[ALWAYS, "", ""])
+    x, run = rows(IDLE).to(dtype), BoundedSequential._handed
+    idle(model)
+    monkeypatch.setattr(BoundedSequential, "_handed", lambda *g: asked.append(g[2]) or run(*g))
+    with torch.no_grad():
+        assert torch.equal(model(x), plain(model)(x)) and bool(asked) is (dtype is not of_plan)
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16])
+def test_relus_behind_mixed_dtypes_are_left_to_torch(dtype: torch.dtype, made: list[bool]) -> None:
+    model = sequence(nn.Linear(K, K), dtype=dtype)
+    set_handoff(model, [""] * 3, [""] * 3, rectified=[ALWAYS, "", ""])
+    other, x = BFLOAT16 if dtype is FLOAT16 else FLOAT16, rows(IDLE)
+    idle(model)
+    made.clear()
+    with torch.no_grad():
+        with pytest.raises(RuntimeError, match="dtype"):
+            model(x.to(other))
+        model[0].bias.data = model[0].bias.data.to(other)
+        with pytest.raises(RuntimeError, match="dtype"):
+            model(x.to(dtype))
+        model[0].to(other)
+        with pytest.raises(RuntimeError, match="dtype"):
+            model(x.to(other))  # of the next layer
+    assert not made  # torch raised
 
 
 @pytest.mark.parametrize("has_gradient", [True, False])

@@ -23,14 +23,16 @@ from lokakern.nn.adoption import Chosen, apply_choice, remove_choice
 from lokakern.nn.crossed_forward import set_crosses
 from lokakern.nn.linear import Linear
 from lokakern.nn.linear_norm_act import LinearNormAct
+from lokakern.nn.routed_matmul import in_dtype
 from lokakern.nn.static_handoff import remove_handoff, set_handoff
 from tests.nn.test_crossed_forward import FULL, KINDS, Full, LowRank, N, crossed
 from tests.nn.test_crossed_forward import rows as cross_rows
 from tests.nn.test_routed_chain import BY_ROWS, PLAN, layer_of, plan_of, plan_of_one
-from tests.support import native
+from tests.support import native, routed_layers
 from tests.support.routed_layers import BY_ROW, K, rows
 
 Call = Callable[..., Tensor]
+DTYPES = torch.bfloat16, torch.float16
 
 
 @pytest.fixture
@@ -48,17 +50,17 @@ def warm(calls: list[Any]) -> Iterator[list[int]]:
         yield made
 
 
-def sequence(dropout: float = 0.5) -> nn.Sequential:
+def sequence(dropout: float = 0.5, dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
     """A chain of two layers among modules that are passed over, and another layer."""
     torch.manual_seed(0)
     model = nn.Sequential(
         Linear(K, 48), nn.LayerNorm(48), nn.ReLU(), nn.Dropout(dropout), nn.Identity(),
         Linear(48, 40), nn.Hardswish(), Linear(40, 8),
-    ).bfloat16().eval()  # fmt: skip
+    ).to(dtype).eval()  # fmt: skip
     for parameter in model.parameters():
         if parameter.dim() == 1:
             nn.init.uniform_(parameter, -0.5, 1.0)
-    return chained(model)
+    return chained(model, in_dtype(PLAN, dtype))
 
 
 def chained(model: nn.Sequential, plan: str = PLAN, key: str = "") -> nn.Sequential:
@@ -355,8 +357,11 @@ def test_unusual_calls_stay_in_python(
         assert torch.equal(model(x), in_python(model, x)) and warm[0] == count + 1
 
 
-def test_inputs_of_any_layout_and_size(calls: list[Any], warm: list[int]) -> None:
-    model = sequence()
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_inputs_of_any_layout_and_size(
+    dtype: torch.dtype, calls: list[Any], warm: list[int]
+) -> None:
+    model, rows = sequence(dtype=dtype), lambda *m, **k: routed_layers.rows(*m, **k).to(dtype)
     whole = rows()
     layouts = (whole.view(3, 16, K), rows(k=2 * K)[:, ::2], whole.t().contiguous().t())
     for x in (whole, rows(17), *layouts, rows(64), rows(80)):
@@ -371,6 +376,39 @@ def test_inputs_of_any_layout_and_size(calls: list[Any], warm: list[int]) -> Non
     assert len(model._chain_recipes) == 1
     with pytest.raises(RuntimeError):
         model(rows(k=32))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_chain_takes_the_other_dtype(
+    dtype: torch.dtype, calls: list[Any], warm: list[int]
+) -> None:
+    model, x = sequence(dtype=dtype), rows().to(dtype)
+    (other,) = {*DTYPES} - {dtype}
+    warmed(model, x, calls=calls)
+    (recipe,) = model._chain_recipes.values()
+    assert warm[0] == 1 and recipe.is_half is (dtype is torch.float16)
+    assert NATIVE.call_chain is not None
+    assert NATIVE.call_chain(x, recipe, model, ()) is not None
+    assert NATIVE.call_chain(x.to(other), recipe, model, ()) is None
+    count = warm[0]
+    with pytest.raises(RuntimeError, match="dtype"):
+        model(x.to(other))
+    weight = model[0].weight.data
+    model[0].weight.data = weight.to(other)  # which no launch reads
+    with pytest.raises(RuntimeError, match="dtype"):
+        model(x)
+    model[0].weight.data = weight
+    assert model(x).dtype is dtype and warm[0] == count + 1
+    count += 1
+    model.to(other)
+    _, operands, plan = calls[0]
+    operands = [x.to(other) if x is not None and x.dtype is dtype else x for x in operands]
+    for _ in range(3):  # by a call of the op, which anybody may make
+        NATIVE.module.replay_chain(x.to(other), operands, plan)
+    for _ in range(3):
+        assert torch.equal(model(x.to(other)), nn.Sequential(*model)(x.to(other)))
+    assert NATIVE.call_chain(x.to(other), recipe, model, ()) is None
+    assert warm[0] == count
 
 
 def test_a_chain_of_rows_that_a_hook_adds(calls: list[Any]) -> None:
@@ -496,7 +534,7 @@ def test_a_recipe_goes_with_its_conversion_and_holds_no_module(
 
 
 def with_another_norm(layer: LinearNormAct) -> None:
-    layer.norm = nn.LayerNorm(48, eps=0.5).bfloat16()
+    layer.norm = nn.LayerNorm(48, eps=0.5, dtype=layer.weight.dtype)
 
 
 def with_another_activation(layer: LinearNormAct) -> None:
@@ -522,12 +560,15 @@ def of_another_plan(layer: LinearNormAct) -> None:
         of_another_plan,
     ],
 )  # fmt: skip
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_layer_with_a_norm(
-    change: Callable[[LinearNormAct], None], calls: list[Any], warm: list[int]
-) -> None:
-    layer, x = layer_of(), rows()
+    dtype: torch.dtype, change: Callable[[LinearNormAct], None], calls: list[Any],
+    warm: list[int],
+) -> None:  # fmt: skip
+    layer, x = layer_of().to(dtype), rows().to(dtype)
     nn.init.uniform_(layer.norm.bias)
-    apply_choice(layer, Chosen("a", ("", "", ""), True, plan_of_one("bias+layer+affine+relu")))
+    plan = in_dtype(plan_of_one("bias+layer+affine+relu"), dtype)
+    apply_choice(layer, Chosen("a", ("", "", ""), True, plan))
     warmed(layer, x, calls=calls)
     y, count = layer(x), warm[0]
     assert count == 2 and torch.equal(y, in_python(layer, x))
@@ -560,12 +601,14 @@ def undone_layer(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("change", [hooked_layer, another_layer, undone_layer])
-@pytest.mark.parametrize("is_adopted", [True, False])
+@pytest.mark.parametrize(("is_adopted", "dtype"), [
+    (True, torch.bfloat16), (False, torch.bfloat16), (True, torch.float16),
+])  # fmt: skip
 def test_crosses(
-    kind: str, change: Callable[[nn.Module], None], is_adopted: bool, calls: list[Any],
-    warm: list[int],
+    kind: str, change: Callable[[nn.Module], None], is_adopted: bool, dtype: torch.dtype,
+    calls: list[Any], warm: list[int],
 ) -> None:  # fmt: skip
-    model, x = crossed(kind), cross_rows()
+    model, x = crossed(kind, dtype=dtype), cross_rows().to(dtype)
     count = KINDS[kind][2]
     for layer in [each for each in model.modules() if isinstance(each, Linear)]:
         layer._is_adopted = is_adopted  # without routes of its own, a `PlainLinear`

@@ -25,6 +25,7 @@ from lokakern.nn.crossed_forward import (
 )
 from lokakern.nn.linear import Linear
 from lokakern.nn.rectified import ALWAYS
+from lokakern.nn.routed_matmul import in_dtype
 from lokakern.nn.tail import Tail
 from lokakern.nn.traced_forward import traced
 from lokakern.types import Granularity
@@ -82,11 +83,11 @@ LOW_RANK = [Cross(("down", "up"), plan_of(LOW_RANK_STEPS))]
 KINDS = {"full": (Full, FULL, 3), "low rank": (LowRank, LOW_RANK, 1)}
 
 
-def crossed(kind: str = "full", key: str = "") -> Any:
+def crossed(kind: str = "full", key: str = "", dtype: torch.dtype = torch.bfloat16) -> Any:
     torch.manual_seed(0)
     make, crosses, _ = KINDS[kind]
-    model = make().bfloat16()
-    set_crosses(model, crosses, key)
+    model = make().to(dtype)
+    set_crosses(model, [x._replace(plan=in_dtype(x.plan, dtype)) for x in crosses], key)
     return model
 
 

@@ -17,11 +17,13 @@ from torch import Tensor, nn
 
 from lokakern import numerics
 from lokakern.functional import checks
+from lokakern.native import NATIVE
 from lokakern.nn.chain_plan import ChainLayer, ChainStep, plan_text
 from lokakern.nn.linear import Linear
 from lokakern.nn.routed_matmul import PLAIN, delayed, in_dtype, kernels_of, new_delayed, settle
 from lokakern.nn.static_handoff import set_handoff
 from lokakern.types import Format, Granularity
+from tests.support import native
 from tests.support.routed_layers import BY_GROUP, BY_ROW, GROUP, ROUTES, ROW, passed, plain_of, same
 
 HALF = torch.float16
@@ -239,6 +241,31 @@ def test_a_chain_passes_fp8_between_layers(where: str, kinds: str) -> None:
         x[1], x[2, 3] = 0.0, math.nan
         y = model(x)
         assert y[2].isnan().all() and y[[0, 1, 3]].isfinite().all()
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("kinds", STEPS)
+def test_a_chain_in_cpp_has_the_bits_of_python(where: str, kinds: str, calls: list[Any]) -> None:
+    """What is not finite, too."""
+    model, plan = chain_of(kinds)
+    set_handoff(model.to(where), [""] * 9, [""] * 9, "", [plan] + [""] * 8)
+    x, made = rows(where=where), list[bool]()
+    x[0], x[1, 1], x[2, 2] = 65504.0, math.inf, math.nan
+    model[6].weight[0], model[6].bias[1] = 60000.0, math.inf
+    with native.in_use() as library, pytest.MonkeyPatch.context() as patch:
+
+        def counted(*given: Any) -> Any:
+            y = library.call_chain(*given)
+            made.append(y is not None)
+            return y
+
+        patch.setattr(NATIVE, "call_chain", counted)
+        expected = model(x)  # of which nothing is recorded
+        for _ in range(2):
+            library.replay_chain(*calls[0])
+        for _ in range(3):
+            assert torch.equal(model(x).view(torch.int16), expected.view(torch.int16))
+    assert made == [True] * 2 and not expected.isfinite().all()
 
 
 def one_by_one(model: nn.Sequential, x: Tensor) -> Tensor:

@@ -72,11 +72,6 @@ def plain(model: nn.Sequential) -> nn.Sequential:
     return nn.Sequential(*copy.deepcopy(list(model)))
 
 
-def expected_counts(half: torch.dtype) -> tuple[int, ...]:
-    """Products with a relu in an eager call of `usual`; C++ may run float16 one by one."""
-    return (2,) if half is torch.bfloat16 or NATIVE.call_sequence is None else (0, 2)
-
-
 def run_of_profile(model: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, int]:
     """The output, and the number of products with a relu."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
@@ -125,7 +120,7 @@ def test_values_are_those_of_both_modules(
     with torch.no_grad():
         for _ in range(3):
             y, count = run_of_profile(model, x)
-            assert torch.equal(y, expected) and count in expected_counts(half)
+            assert torch.equal(y, expected) and count == 2
 
 
 def test_a_route_holds_at_its_rows_only(launched: list[int]) -> None:
@@ -353,7 +348,7 @@ def test_values_beyond_float16_are_infinite_as_those_of_modules(launched: list[i
         for _ in range(3):
             y, count = run_of_profile(model, x)
             assert torch.equal(y.nan_to_num(7.0), plain(model)(x).nan_to_num(7.0))
-            assert count in expected_counts(torch.float16)
+            assert count == 2
     assert not y[3].isfinite().all() and y[:3].isfinite().all()
 
 

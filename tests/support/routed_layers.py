@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lokakern.conversion.routes import GEMMS, Judge, Route
 from lokakern.nn.linear import Linear
-from lokakern.nn.routed_matmul import PLAIN, route_text, with_eager
+from lokakern.nn.routed_matmul import PLAIN, in_dtype, route_text, with_eager
 from lokakern.types import Granularity
 
 ROW_KERNEL = "cuda.quantize_row+cuda.scaled_gemm_row"
@@ -30,6 +30,12 @@ def layer_of(routes: tuple[str, str, str] = ROUTES, n: int = N, k: int = K, bias
     layer = Linear(k, n, bias, dtype=dtype)
     layer.take_routes(routes, layer.weight)
     return layer
+
+
+def layer_in(dtype: torch.dtype, routes: tuple[str, str, str] = ROUTES, **options: Any) -> Linear:
+    """As `layer_of`, with routes for bfloat16 or float16."""
+    first, second, third = (in_dtype(route, dtype) for route in routes)
+    return layer_of((first, second, third), dtype=dtype, **options)
 
 
 def plain_of(layer: nn.Linear) -> nn.Linear:
