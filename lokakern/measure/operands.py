@@ -110,8 +110,8 @@ class Operands:
         self.device = device
         self.target = target
         self.along_k = sums_over_samples(problem)
-        plain = problem.op in ("gemm", *QUANTIZERS)
-        self.form = problem.a.format if plain else source_format(problem)
+        form = problem.a.format
+        self.form = source_format(problem) if form.is_fp8 else form
         plan = operand_plan(problem, distribution, seed)
         self.x = device_operand(plan.x, plan.x_rows, self.form, device)
         self.w: Tensor | None = None

@@ -41,6 +41,7 @@ ASKED = [
     problem(128, 256, "block_rms(64)+hardswish", out_format=Format.E4M3FN),
     problem(2500, 40, "bias+rms+affine", out_format=Format.BFLOAT16),
     problem(7, 24, "relu"),
+    problem(128, 128, "bias+layer+affine+silu", a=Operand(Format.FLOAT16), out_format=Format.E5M2),
 ]
 
 
