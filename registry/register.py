@@ -312,10 +312,7 @@ class Kernel:
         (20 at m=1024 n=479 k=1024, 1.04 at k=327680).
         """
         bound = self.odd_kernel_err_bound
-        if (
-            problem.out_format is Format.FLOAT16
-            and self.kernel_err_bound == FAST_KERNEL_ERR_BOUND
-        ):
+        if problem.out_format is Format.FLOAT16 and self.kernel_err_bound == FAST_KERNEL_ERR_BOUND:
             return self.kernel_err_bound * _FAST_IN_FLOAT16
         if bound is None or problem.b is None:
             return self.kernel_err_bound

@@ -26,7 +26,7 @@ from lokakern.selection.prediction.laws import Fitted, Law, Laws, Spread, is_pla
 from lokakern.types import Device, Problem
 
 FORMAT: Literal["lokakern time model 1"] = "lokakern time model 1"
-LARGEST_BYTES = 1_000_000
+LARGEST_BYTES = 2_000_000
 MOST_TREES, MOST_NODES, MOST_KERNELS = 2000, 127, 64
 LEAF = 255  # in place of a feature
 LARGEST_SUM = 300.0  # of leaves, one for each tree: exp of it is finite

@@ -104,6 +104,12 @@ def test_a_bound_beyond_the_budget_is_no_error_beyond_it(book: Book, predicting:
 def test_chains_have_no_bounds(book: Book, predicting: None) -> None:
     asked = lokakern.dispatch("scaled_gemm", (4096, 512, 512), 0.06, device=H200).problem
     book.write(*AROUND, time("cuda.scaled_gemm_row", asked, 10.0))
-    chain: Any = SimpleNamespace(distributions=None, device=H200, regime=None, half=Format.BFLOAT16)
+    chain: Any = SimpleNamespace(
+        distributions=None,
+        device=H200,
+        regime=None,
+        half=Format.BFLOAT16,
+        takes=lambda kernel: True,
+    )
     (step,) = _measured(chain, 0, asked)
     assert step.kernel == "cuda.scaled_gemm_row" and step.row_err is None
