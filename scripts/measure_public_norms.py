@@ -1,6 +1,6 @@
 """Compare public calls of `gemm_norm` with torch.compile's bfloat16, in CUDA graphs, in turn.
 
-    python scripts/measure_public_norms.py [--suite anchors] [--layer] [--block] [--modes default]
+    python scripts/measure_public_norms.py [--suite anchors] [--layer] [--block] [--modes MODE ...]
 
 Two calls at each size: FP8 with row scales, LayerNorm with weight and bias, to bfloat16; and FP8
 with row and with tensor scales, block norm and hard-swish, to FP8 with a static scale. Prints a
