@@ -437,7 +437,7 @@ def _use_context(device: int) -> None:
 
 @contextmanager
 def _anything_while_capturing() -> Iterator[None]:
-    """Let this thread load code though a stream is being captured into a graph."""
+    """Let this thread load code, or wait, though a stream is being captured into a graph."""
     mode = ctypes.c_int(_RELAXED_CAPTURE)
     _call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
     try:

@@ -11,6 +11,7 @@ kernels: 2.4 us of an H200. So calls outside of graphs lay in spares, cleared, w
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +33,7 @@ _ON_OWNED: list[Callable[[int], None]] = []
 _OF_STREAM: dict[tuple[int, int], Tensor] = {}
 _SPARE: defaultdict[int, list[Tensor]] = defaultdict(list)  # by device
 _OF_CAPTURE: dict[tuple[int, int, int], list[Tensor]] = {}  # by device, stream and capture
+_TAKING = threading.Lock()  # threads may capture at once
 
 
 @contextmanager
@@ -106,16 +108,18 @@ def _of_capture(byte_count: int, device: torch.device) -> Tensor | None:
     """The scratch of a stream in the graph that is being captured, if there is one or a spare."""
     index, stream = device.index or 0, torch.cuda.current_stream(device).cuda_stream
     key = (index, stream, _capture_number(stream))
-    kept = _OF_CAPTURE.get(key, [])
-    for found in kept:
-        if found.numel() >= byte_count:
-            return found
-    spare = _SPARE[index]
-    place = next((i for i, x in enumerate(spare) if x.numel() >= byte_count), None)
-    if place is None or len(_OF_CAPTURE) >= MOST_CAPTURES:
-        return None
-    _OF_CAPTURE[key] = [*kept, spare[place]]  # launches so far use the smaller one
-    return spare.pop(place)
+    with _TAKING:
+        kept = _OF_CAPTURE.get(key, [])
+        for found in kept:
+            if found.numel() >= byte_count:
+                return found
+        spare = _SPARE[index]
+        place = next((i for i, x in enumerate(spare) if x.numel() >= byte_count), None)
+        if place is None or len(_OF_CAPTURE) >= MOST_CAPTURES:
+            return None
+        taken = spare.pop(place)
+        _OF_CAPTURE[key] = [*kept, taken]  # launches so far use the smaller one
+        return taken
 
 
 def _capture_number(stream: int) -> int:
@@ -134,7 +138,8 @@ def _spares(byte_count: int, device: torch.device) -> list[Tensor]:
     def make() -> Tensor:
         size = -(-byte_count // ALIGNMENT) * ALIGNMENT
         made = torch.zeros(SPARES, size, dtype=torch.uint8, device=device)
-        torch.cuda.current_stream(device).synchronize()
+        with driver._anything_while_capturing():  # another thread may capture, and need not fail
+            torch.cuda.current_stream(device).synchronize()
         return made
 
     return list(outlasting(device, make))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -197,21 +198,71 @@ def test_calls_in_graphs_and_beside_them_have_the_same_bits(replays: bool) -> No
     assert all(torch.equal(x, expected) for x in (*found, own))
 
 
-def test_a_stream_of_a_capture_takes_a_spare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By numbers of streams and captures, without a GPU; memory is that of a CPU."""
-    device, at = torch.device("cuda"), SimpleNamespace(stream=1, capture=0)
+class Where(threading.local):
+    """The current stream of a thread, and what it captures."""
+
+    stream, capture, mode = 1, 0, "global"
+
+
+@pytest.fixture
+def at(monkeypatch: pytest.MonkeyPatch) -> Where:
+    """Streams and captures by numbers, without a GPU; memory is that of a CPU."""
+    at = Where()
+
+    @contextmanager
+    def relaxed() -> Iterator[None]:
+        at.mode = "relaxed"
+        yield
+        at.mode = "global"
+
+    def synchronize() -> None:
+        assert at.mode == "relaxed", "this breaks what another thread captures"
+
+    monkeypatch.setattr(scratch.driver, "_anything_while_capturing", relaxed)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(at.capture))
     monkeypatch.setattr(
         torch.cuda, "current_stream",
-        lambda _: SimpleNamespace(cuda_stream=at.stream, synchronize=lambda: None),
+        lambda _: SimpleNamespace(cuda_stream=at.stream, synchronize=synchronize),
     )  # fmt: skip
     monkeypatch.setattr(scratch, "_capture_number", lambda stream: at.capture)
     for name in ("_OF_STREAM", "_OF_CAPTURE"):
         monkeypatch.setattr(scratch, name, {})
     monkeypatch.setattr(scratch, "_SPARE", defaultdict(list))
     monkeypatch.setattr(scratch, "outlasting", lambda _, make: make())
-    zeros, alive = torch.zeros, list[Tensor]()
+    zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *size, dtype, device: zeros(*size, dtype=dtype))
+    return at
+
+
+def test_threads_that_capture_take_spares_of_their_own(
+    at: Where, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each waits where it has found a spare, until all have, or for good."""
+    device, count = torch.device("cuda"), 4
+    scratch.zeros(512, device)
+    meet = threading.Barrier(count)
+
+    class Spares(list[Tensor]):
+        def __iter__(self) -> Iterator[Tensor]:
+            found = list.__iter__(self)
+            with suppress(threading.BrokenBarrierError):
+                meet.wait(0.05)
+            return found
+
+    monkeypatch.setitem(scratch._SPARE, 0, Spares(scratch._SPARE[0]))
+
+    def capture(number: int) -> int:
+        at.capture = number
+        return scratch.zeros(512, device).data_ptr()
+
+    with ThreadPoolExecutor(count) as threads:
+        taken = set(threads.map(capture, range(1, count + 1)))
+    held = {x.data_ptr() for each in scratch._OF_CAPTURE.values() for x in each}
+    assert len(taken) == count and taken == held
+
+
+def test_a_stream_of_a_capture_takes_a_spare(at: Where, monkeypatch: pytest.MonkeyPatch) -> None:
+    device, alive = torch.device("cuda"), list[Tensor]()
 
     def taken(stream: int, capture: int, byte_count: int = 512) -> int:
         at.stream, at.capture = stream, capture
