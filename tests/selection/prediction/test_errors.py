@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 import lokakern
-from lokakern.chain.candidates import _measured
+from lokakern.chain.candidates import Chain, _measured
 from lokakern.registry.register import KERNELS
 from lokakern.registry.schema.records import KernelRow
 from lokakern.registry.snapshot.loading import load_snapshot
@@ -17,7 +15,7 @@ from lokakern.selection import dispatcher
 from lokakern.selection.candidates import Bounds, Evidence
 from lokakern.selection.prediction.errors import MARGIN, predicted_errors
 from lokakern.selection.prediction.models import model_for
-from lokakern.types import REALISTIC_DISTRIBUTIONS, ErrorBudget, Format
+from lokakern.types import REALISTIC_DISTRIBUTIONS, ErrorBudget
 from tests.support.measurements import BF16, H200, ROW, Book, accuracy, gemm, time
 from tests.support.shipped import H200_FILE
 
@@ -104,12 +102,6 @@ def test_a_bound_beyond_the_budget_is_no_error_beyond_it(book: Book, predicting:
 def test_chains_have_no_bounds(book: Book, predicting: None) -> None:
     asked = lokakern.dispatch("scaled_gemm", (4096, 512, 512), 0.06, device=H200).problem
     book.write(*AROUND, time("cuda.scaled_gemm_row", asked, 10.0))
-    chain: Any = SimpleNamespace(
-        distributions=None,
-        device=H200,
-        regime=None,
-        half=Format.BFLOAT16,
-        takes=lambda kernel: True,
-    )
+    chain = Chain((), 4096, H200, REALISTIC_DISTRIBUTIONS, None)
     (step,) = _measured(chain, 0, asked)
     assert step.kernel == "cuda.scaled_gemm_row" and step.row_err is None
