@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from itertools import pairwise
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -237,17 +238,16 @@ def at(monkeypatch: pytest.MonkeyPatch) -> Where:
 def test_threads_that_capture_take_spares_of_their_own(
     at: Where, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each waits where it has found a spare, until all have, or for good."""
+    """Each waits before it removes the spare that it found, until all have found one, or 50 ms."""
     device, count = torch.device("cuda"), 4
     scratch.zeros(512, device)
     meet = threading.Barrier(count)
 
     class Spares(list[Tensor]):
-        def __iter__(self) -> Iterator[Tensor]:
-            found = list.__iter__(self)
+        def pop(self, *place: Any) -> Tensor:
             with suppress(threading.BrokenBarrierError):
                 meet.wait(0.05)
-            return found
+            return super().pop(*place)
 
     monkeypatch.setitem(scratch._SPARE, 0, Spares(scratch._SPARE[0]))
 

@@ -755,3 +755,17 @@ def test_quantized_operands_with_a_norm_take_the_fastest_kernel(book: Book) -> N
     book.write(time("torch.norm_quantize", rows, 5.0))
     found = dispatch("norm_quantize", (4096, 512), device="NVIDIA H200", epilogue="rms")
     assert (found.kernel, found.latency_us) == ("torch.norm_quantize", 5.0)
+
+
+def test_a_kernel_that_never_ran_comes_after_others_where_nothing_was_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    a = Operand(Format.E4M3FN, Granularity.ROW)
+    problem = make_problem("dequantize", (1000, 777), a=a, out_format=Format.FLOAT16)
+    table = dispatcher.table_for(problem, None, device=H200)
+    chosen = []
+    for new in ({}, {("cuda.dequantize_row", "sm_90"): "never run"}):
+        monkeypatch.setattr(tables, "NEW_KERNELS", new)
+        kernel = replace(table, callable_here=True).kernel_at(1000)
+        chosen.append(kernel and kernel.name)
+    assert chosen == ["cuda.dequantize_row", "triton.dequantize_row"]
