@@ -26,11 +26,15 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional
 
 from lokakern.jit import TritonLauncher
 
 MOST_KEYS = 128
 MOST_COLUMNS = 64
+# Major compute capabilities whose programs take silu of keys. Those of sm_89 and sm_120, which have
+# no instruction for a warpgroup, spill up to 4.6 KiB a thread at 128 x 128 x 64.
+ACTIVATING = (9, 10)
 LEAST_TILE = 16  # of tensor cores
 NO_BIAS = 0
 ADDS, EXCLUDES = tl.constexpr(1), tl.constexpr(2)
@@ -288,6 +292,11 @@ def tile_of(
     return rows, tile[1], tile[2], max(1, min(rows * tile[1] // 1024, 8 if rows > 64 else 4))
 
 
+def activates(device: torch.device) -> bool:
+    """Whether programs of a device take silu of queries, keys and values."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in ACTIVATING
+
+
 def short_attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, causal: bool, zeros: bool,
     silu: float = 0.0, activated: bool = False,
@@ -314,6 +323,9 @@ def short_attention(
     if not out.numel():
         return out
     q, k, v = map(_readable, (q, k, v))
+    if activated and not activates(q.device):
+        q, k, v = map(functional.silu, (q, k, v))
+        activated = False
     *tile, warps = tile_of(queries, keys, d, activated=activated)
     strides = [stride for x in (q, k, v) for stride in _steps(x)[:3]]
     bias, steps, kind, is_each = _read_bias(q, bias)

@@ -6,6 +6,7 @@ import math
 import operator
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -802,6 +803,9 @@ def check(device: str, dtype: torch.dtype) -> None:
             parts = [functional.silu(x.float()).to(dtype) for x in (q, k, v)]
             expected = reference(*parts, bias, d**-0.5, causal, 0.5)  # type: ignore[misc]
             assert (found.double() - expected).norm() < 0.01 * expected.norm()
+            with mock.patch(f"{run.__module__}.activates", return_value=False):
+                apart = run(q, k, v, bias, d**-0.5, causal, True, 0.5, True)
+            assert (apart.double() - expected).norm() < 0.01 * expected.norm()
         check_gradients(q, k, v, bias, d**-0.5, causal, 0.0)
         if kind != "added":
             check_gradients(q, k, v, bias, d**-0.5, causal, 0.5)

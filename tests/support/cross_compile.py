@@ -267,7 +267,7 @@ ATTENTIONS = (  # queries, keys, columns, kind of bias, of each query, silu, cau
 )
 
 
-def attention_cases(*, gradients: bool) -> list[Case]:
+def attention_cases(target: str, *, gradients: bool) -> list[Case]:
     k, found = short_attention, []
     for dtype, queries, keys, d, bias, *settings in ATTENTIONS:
         operands, of_bias = (f"*{dtype}",) * 3, {2: "*u8"}.get(bias, f"*{dtype}")
@@ -275,7 +275,8 @@ def attention_cases(*, gradients: bool) -> list[Case]:
         pointers = (f"*{dtype}", *operands, of_bias, *operands)
         # At 128 x 64 the fastest of nine tiles spills: 52 us of an H200, 74 the next.
         spills = 160 if gradients and keys * d == 128 * 64 else 0
-        for activated in [()] if gradients else [(False,), (True,)]:
+        activates = TARGETS[target].arch // 10 in k.ACTIVATING
+        for activated in [()] if gradients else [(False,), (True,)][: 1 + activates]:
             if gradients:
                 *tile, warps = k.gradient_tile_of(queries, keys, d)
             else:
@@ -315,9 +316,9 @@ def added_cases() -> list[Case]:
 def cases(target: str) -> list[Case]:
     found = [*gemm_cases(target), *norm_cases(target), *quantize_cases(target)]
     if target.startswith("sm"):
-        found += token_cases() + summed_norm_cases() + attention_cases(gradients=False)
+        found += token_cases() + summed_norm_cases() + attention_cases(target, gradients=False)
     if target == "sm_90":  # others do not run them
-        found += attention_cases(gradients=True) + added_cases()
+        found += attention_cases(target, gradients=True) + added_cases()
     return found
 
 
