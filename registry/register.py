@@ -309,7 +309,8 @@ class Kernel:
 
         Libraries round parts of a sum where they split it, long ones above all, where rows are not
         16-byte aligned, and in batches: up to twice, as the largest errors seen on an H200 say
-        (20 at m=1024 n=479 k=1024, 1.04 at k=327680).
+        (20 at m=1024 n=479 k=1024, 1.04 at k=327680). Where sums are never promoted, the bound in
+        float16 is that of bfloat16 in smaller units.
         """
         bound = self.odd_kernel_err_bound
         if problem.out_format is Format.FLOAT16 and self.kernel_err_bound == FAST_KERNEL_ERR_BOUND:

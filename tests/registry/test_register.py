@@ -673,3 +673,15 @@ def test_what_kernels_of_others_may_not_get_no_kernel_of_lokakern_takes() -> Non
                     accepted += 1
                     assert registry._why_not_declared(own, case.problem) is None, own
     assert accepted
+
+
+def test_cuts_of_sums_count_more_in_float16() -> None:
+    """Of a product without promotion, in units of the output's rounding and 2^-13 of the sum."""
+    problems = [make_problem("scaled_gemm", (64, 64, 2048), out_format=form)
+                for form in (Format.BFLOAT16, Format.FLOAT16)]  # fmt: skip
+    unit = [x.out_format.unit_roundoff + 2**-13 for x in problems]
+    fast, promoted = (KERNELS[f"cuda.scaled_gemm_row{x}"] for x in ("_fast", ""))
+    assert fast.bound_at(problems[1]) == pytest.approx(
+        fast.bound_at(problems[0]) * unit[0] / unit[1]
+    )
+    assert promoted.bound_at(problems[1]) == promoted.bound_at(problems[0])
