@@ -19,7 +19,7 @@ from lokakern.types import Format, NormEpilogue, Problem
 # Those of PyTorch and Triton convert whatever they read and write; those of CUDA have programs of
 # their own, see kernels/cuda/half.py.
 _TAKE_IT = ("torch.bf16", "torch.bf16_padded", "torch.norm_quantize", "torch.norm_unfused",
-            "torch.norm_backward", "torch.bf16_relu")  # fmt: skip
+            "torch.norm_backward", "torch.cross_backward", "torch.bf16_relu")  # fmt: skip
 _FAMILIES = (
     "torch.quantize_",
     "torch.dequantize_",
@@ -38,6 +38,7 @@ _FAMILIES = (
     "cuda.gemm_cross_",
     "cuda.norm_quantize",
     "cuda.norm_backward",
+    "cuda.cross_backward",
     "cuda.activate_quantize_",
 )
 _WRITTEN_FOR_BFLOAT16 = "_fast"  # its sums are worth no more

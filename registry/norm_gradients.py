@@ -6,8 +6,8 @@ together:
     h = (y - mean(y)) r;  z = h * weight + shift;  g = dd * last'(z);  t = g * weight
     dy = r (t - mean(t) - h mean(t h))
 
-without mean(y) and mean(t) in rms; dy = t without a norm. The weight's gradient is the sum of g h
-over rows, the shift's that of g, the bias's that of dy.
+without mean(y) and mean(t) in rms; dy = t without a norm. Behind a cross, g = dd * y, where y is
+x0. The weight's gradient is the sum of g h over rows, the shift's that of g, the bias's that of dy.
 """
 
 from __future__ import annotations
@@ -91,6 +91,9 @@ def norm_gradients(
     for place, jump in JUMPS.get(epilogue.activation, ()):
         off_slope = off_slope + jump * ((z - place).abs() <= 2.0 * off_z)
     off_g = dd.abs() * off_slope
+    if epilogue.x0 is not None:
+        g = dd * y
+        off_g = step * g.abs()
     t = g if weight is None else g * weight
     off_t = size_of_weight * off_g + step * t.abs()
     dy, off = t, off_t

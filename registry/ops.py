@@ -14,7 +14,8 @@ is one more axis in front of a, b and d of a gemm, and the groups of a scaled GE
 [n]. Operands of gemm_norm are quantized or not; its output is bfloat16, or FP8 with a scale that is
 given (of the whole tensor) or made of d as `quantize` makes it (of rows, or 1x128), as is that of
 norm_quantize. norm_backward writes what `lokakern.gradients.NormGradients` says: dy quantized as it
-lies and transposed, or in bfloat16, or both, and sums of columns.
+lies and transposed, or in bfloat16, or both, and sums of columns. Behind a cross, x0 * z + x, y is
+x0, and dy = dd * x0 the gradient of z.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ class Kernel:
     and scales are written; one with a scale of the whole tensor is given that scale. The epilogue
     is a `NormEpilogue`. dd and y of norm_backward are bfloat16 ``[m, k]``, outputs what
     `lokakern.gradients.NormGradients` says; of its epilogue neither bias nor residual is read: they
-    tell whose gradients are wanted.
+    tell whose gradients are wanted. Behind a cross y is x0, and that of the epilogue is not read.
 
     FP8 data lie as `types.empty_data` lays them out. Sums of columns are float32 ``[columns]``, or
     None where the epilogue does not ask for them. A scaled GEMM is given its epilogue if the kernel

@@ -230,7 +230,9 @@ class NormBackwardOperands(NormOperands):
 
     def _draw_epilogue(self, generator: torch.Generator) -> None:
         super()._draw_epilogue(generator)
-        self.shared_epilogue = self.shared_epilogue._replace(residual=None, residual_last=False)
+        self.shared_epilogue = self.shared_epilogue._replace(
+            residual=None, residual_last=False, x=None
+        )
         self.y = draw_normal(self.x, self.seed, half_of(self.problem))
 
     def _make_set(self, order: Tensor) -> tuple[Any, ...]:

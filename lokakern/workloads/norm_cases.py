@@ -182,3 +182,9 @@ def norm_backward_cases(m: int, k: int, fp8: Format) -> Iterator[Case]:
         yield Case.of("norm_backward", (m, k), GRADIENTS, epilogue=epilogue, **out)
     bfloat16 = Format.BFLOAT16
     yield Case.of("norm_backward", (m, k), GRADIENTS, epilogue=LAYER, out_format=bfloat16)
+
+
+def cross_backward_case(m: int, k: int, fp8: Format) -> Case:
+    """Backward pass of a cross behind a bias, quantized with 1x128 scales both ways."""
+    out = quantized_output(fp8, Granularity.GROUP)
+    return Case.of("norm_backward", (m, k), GRADIENTS, epilogue="bias+cross", **out)

@@ -38,15 +38,17 @@
 Forms are the problems of a layer: ``gemm`` of unquantized operands, ``prepared`` with a prepared W
 (tensor, row and 128x128 scales), ``scaled_gemm`` of quantized operands, ``quantize`` of X (tensor,
 row and 1x128 scales), and the gradients, timed on X12: ``grad_input`` (W as stored, and prepared
-with row and 128x128 scales) and ``grad_weight``. ``activate`` is an activation (relu, hardswish or
+with row and 128x128 scales) and ``grad_weight``. ``cross_gradient`` is of a layer in a DCN cross,
+``x0 * (W x + bias) + x``: the gradient of its output, multiplied by x0, summed for the bias, and
+quantized with 1x128 scales for both gradients behind it, in one kernel. ``activate`` is an activation (relu, hardswish or
 silu) and rowwise quantization of X in one kernel. ``chain`` is the layer with its epilogue in op
 gemm_norm, in the formats between which a chain of layers chooses: X unquantized, with rowwise and
 with 1x128 scales, the output likewise, or with a static scale where a norm bounds it. An epilogue
 is a bias, a norm (layer, rms or block_rms(columns), with affine), and an activation or a cross,
 joined by +, such as "bias+relu" or "bias+cross". The default is gemm, prepared and quantize; for a
 batch gemm, because no quantized form has batches. ``bias`` applies to gemm and prepared. A scaled
-GEMM writes bfloat16, and activate reads it, so that layers in float16 and float32 have neither, and
-chain takes no float32.
+GEMM writes bfloat16, and activate and cross_gradient read it, so that layers in float16 and float32
+have none of them, and chain takes no float32.
 """
 
 from __future__ import annotations
@@ -85,6 +87,7 @@ from lokakern.workloads.gemm_gradient_cases import (
 from lokakern.workloads.norm_cases import (
     MOST_CHAIN_CASES,
     chain_layer_cases,
+    cross_backward_case,
     norm_quantize_case,
 )
 from lokakern.workloads.suites import SUITES, Suite
@@ -134,6 +137,8 @@ def _cases(form: str, layer: Layer, m: int, fp8: Format) -> Iterator[Case]:
             yield from grad_input_cases(m, n, k, fp8, layer.format, batch=layer.batch)
         case "grad_weight":
             yield grad_weight_case(m, n, k, layer.format, batch=layer.batch)
+        case "cross_gradient":
+            yield cross_backward_case(m, n, fp8)
         case "chain":
             yield from chain_layer_cases(
                 m, n, k, layer.epilogue, distribution, fp8, half=layer.format
@@ -147,7 +152,7 @@ def _cases(form: str, layer: Layer, m: int, fp8: Format) -> Iterator[Case]:
 FORMS = {
     "gemm": 1, "prepared": len(PREPARED_FORMS), "scaled_gemm": len(LEFT_SCALES),
     "quantize": len(LEFT_SCALES), "grad_input": 1 + len(PREPARED_BACKWARD_FORMS),
-    "grad_weight": 1, "activate": 1, "chain": MOST_CHAIN_CASES,
+    "grad_weight": 1, "cross_gradient": 1, "activate": 1, "chain": MOST_CHAIN_CASES,
 }  # fmt: skip
 DEFAULT_FORMS = ("gemm", "prepared", "quantize")
 BATCHED_FORMS = ("gemm", "grad_input", "grad_weight")
@@ -403,7 +408,7 @@ def _forms(entry: dict[str, Any], batch: int, form: Format, where: str) -> tuple
                 f"{', '.join(BATCHED_FORMS)}"
             )
         is_known = form is Format.BFLOAT16 or (form is Format.FLOAT16 and name == "chain")
-        if not is_known and name in ("scaled_gemm", "activate", "chain"):
+        if not is_known and name in ("scaled_gemm", "cross_gradient", "activate", "chain"):
             verb = "writes" if name == "scaled_gemm" else "reads"
             raise SuiteError(
                 f"{where}: form {name!r} {verb} bfloat16; leave it out of {form.value}"

@@ -34,6 +34,7 @@ from lokakern.workloads.norm_cases import (
     BACKWARD_SHAPES,
     chain_layer_cases,
     chained_cases,
+    cross_backward_case,
     gemm_norm_case,
     gemm_norm_cases,
     grouped_norm_cases,
@@ -172,6 +173,9 @@ def _lrm_backward(fp8: Format) -> Iterator[Case]:
         for _, m in layer.sizes(samples):
             for form in (WIDE_RANGE[fp8], fp8):
                 yield main_grad_case(m, layer.n, layer.k, form, fp8)
+    for layer in map(published_models.layer_named, published_models.CROSS):
+        for _, m in layer.sizes(published_models.BACKWARD_BATCHES):
+            yield cross_backward_case(m, layer.n, fp8)
 
 
 def _zoo(fp8: Format) -> Iterator[Case]:

@@ -16,6 +16,7 @@ ACTIVATING = ("cuda.activate_quantize_row",)  # of op norm_quantize, without a n
 # Of op gemm_norm, without a norm.
 CROSSING = tuple(sorted(name for name in KERNELS if "cuda.gemm_cross" in name))
 RECTIFYING = ("torch.bf16_relu",)
+BEHIND_CROSSES = ("torch.cross_backward", "cuda.cross_backward")  # of op norm_backward
 
 
 def cases(*ops: str) -> list[Any]:

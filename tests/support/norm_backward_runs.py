@@ -67,9 +67,12 @@ def epilogue_of(
     residual = None
     if variant.plain and variant.out:
         residual = drawn(m, k, where=where, seed=30, dtype=half.dtype)
+    is_cross = variant.last == "cross"
     return NormEpilogue(
-        norm_named(variant.norm), activation=variant.last, residual=residual, **vectors
-    )
+        norm_named(variant.norm), activation="none" if is_cross else variant.last,
+        residual=residual, x0=drawn(m, k, where=where, seed=40, dtype=half.dtype) if is_cross
+        else None, **vectors,
+    )  # fmt: skip
 
 
 def poisoned(

@@ -11,6 +11,7 @@ import torch
 from lokakern.kernels.cuda import (
     activate_quantize,
     column_sums,
+    cross_backward,
     dequantize,
     gemm_cross,
     gemm_norm,
@@ -81,6 +82,15 @@ BACKWARD = {
     "none relu e5m2": ("none", 0, 0, 4, "relu", 1, False, E5M2),
 }
 
+# Of cross_backward: terms, whether there are sums of columns, types.
+BEHIND_CROSSES = {
+    "1 term": (1, True, torch.bfloat16, E4M3),
+    "2 terms": (2, True, torch.bfloat16, E4M3),
+    "3 terms": (3, True, torch.bfloat16, E4M3),
+    "1 term e5m2": (1, False, torch.bfloat16, E5M2),
+    "3 terms float16": (3, True, torch.float16, E4M3),
+}
+
 
 def crosses() -> Iterator[tuple[str, Program]]:
     """Of a product with a cross, by scales and sizes; a bias of each type, and none."""
@@ -143,6 +153,8 @@ def programs() -> Iterator[tuple[str, Program]]:
                 continue
             backward = norm_backward.bind(norm_backward.Signature(columns, *rest))
             yield f"norm_backward {columns} {words}", backward.launch.program
+    for words, signature in BEHIND_CROSSES.items():
+        yield f"cross_backward {words}", cross_backward.bind(*signature).program
     yield "norm_backward adds bfloat16", gradient_sums.bind().program
     yield "norm_backward of a bias", column_sums.bind().program
     yield from dequantizers()

@@ -322,6 +322,11 @@ def test_forms_of_lrm() -> None:
 def test_lrm_backward_contains_the_gradients_of_every_layer() -> None:
     cases = SUITES["lrm-backward"].cases(H200)
     assert {case.distribution for case in cases} == {"X12"}
+    crosses = [c.problem for c in cases if c.problem.op == "norm_backward"]
+    assert {(p.m, p.k, p.epilogue) for p in crosses} == {
+        (m, 3456, "bias+cross") for m in published_models.BACKWARD_BATCHES
+    }
+    cases = [case for case in cases if case.problem.op != "norm_backward"]
     assert {c.problem.op for c in cases if not is_fused(c.problem)} == {"gemm"}
     found = {(c.problem.batch, *c.problem.shape) for c in cases}
     for layer in published_models.LAYERS:
