@@ -40,15 +40,15 @@ Forms are the problems of a layer: ``gemm`` of unquantized operands, ``prepared`
 row and 1x128 scales), and the gradients, timed on X12: ``grad_input`` (W as stored, and prepared
 with row and 128x128 scales) and ``grad_weight``. ``cross_gradient`` is of a layer in a DCN cross,
 ``x0 * (W x + bias) + x``: the gradient of its output, multiplied by x0, summed for the bias, and
-quantized with 1x128 scales for both gradients behind it, in one kernel. ``activate`` is an activation (relu, hardswish or
-silu) and rowwise quantization of X in one kernel. ``chain`` is the layer with its epilogue in op
-gemm_norm, in the formats between which a chain of layers chooses: X unquantized, with rowwise and
-with 1x128 scales, the output likewise, or with a static scale where a norm bounds it. An epilogue
-is a bias, a norm (layer, rms or block_rms(columns), with affine), and an activation or a cross,
-joined by +, such as "bias+relu" or "bias+cross". The default is gemm, prepared and quantize; for a
-batch gemm, because no quantized form has batches. ``bias`` applies to gemm and prepared. A scaled
-GEMM writes bfloat16, and activate and cross_gradient read it, so that layers in float16 and float32
-have none of them, and chain takes no float32.
+quantized with 1x128 scales for both gradients behind it, in one kernel. ``activate`` is an
+activation (relu, hardswish or silu) and rowwise quantization of X in one kernel. ``chain`` is the
+layer with its epilogue in op gemm_norm, in the formats between which a chain of layers chooses: X
+unquantized, with rowwise and with 1x128 scales, the output likewise, or with a static scale where a
+norm bounds it. An epilogue is a bias, a norm (layer, rms or block_rms(columns), with affine), and
+an activation or a cross, joined by +, such as "bias+relu" or "bias+cross". The default is gemm,
+prepared and quantize; for a batch gemm, because no quantized form has batches. ``bias`` applies to
+gemm and prepared. A scaled GEMM writes bfloat16, and activate and cross_gradient read it, so that
+layers in float16 and float32 have none of them, and chain takes no float32.
 """
 
 from __future__ import annotations
