@@ -44,7 +44,7 @@ def usual(model: Model, x: Tensor) -> Tensor:
 
 def read_otherwise(model: Model, x: Tensor) -> Tensor:
     weight = model.fused.weight()
-    bias = torch.cat([part.bias for part in model.parts])  # type: ignore[arg-type, union-attr]
+    bias = torch.cat([part.bias for part in model.fused.parts])
     return model.fused.product(x, weight, bias) + weight.square().sum()
 
 
