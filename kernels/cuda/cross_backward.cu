@@ -17,7 +17,8 @@
 // ring of boxes of 32 KB while two teams of 256 threads work on two tiles, 8 rows of 8 columns a
 // thread in registers. A team gives its boxes back as soon as it has read them, so that copies never
 // wait for what it computes or stores. Neighbors take tiles along a row; in bands of 4 to 32 tiles, in
-// which what goes across meets its neighbors in the L2, an H200 was no faster at any of 6 sizes.
+// which what goes across meets its neighbors in the L2, an H200 was no faster at any of 6 sizes, and
+// neither was it with teams of 512 threads, 4 rows a thread.
 //
 // Macros besides those of quantize.cuh, from cross_backward.py:
 //
@@ -47,6 +48,7 @@ constexpr int SCRATCH_BYTES = TURNED_BYTES;  // of a team: lists, then what goes
 constexpr int SCRATCH_AT = BOXES * BOX_BYTES;
 constexpr int INVERSE_AT = SCRATCH_AT + TEAMS * SCRATCH_BYTES;
 constexpr int TURNS_AT = INVERSE_AT + TEAMS * SIDE * 4;  // barriers of the boxes
+constexpr int TURN_BYTES = 24;
 static_assert(CHUNK == 8 && HELD == 8, "16 bytes of 8 rows");
 static_assert(LIST_BYTES <= SCRATCH_BYTES, "lists lie where columns are turned");
 static_assert(OPERANDS <= BOXES, "a team waits for all boxes of its tile");
@@ -67,17 +69,23 @@ struct Ring {
     __device__ __forceinline__ unsigned box(int number) const {
         return base + number % BOXES * BOX_BYTES;
     }
-    __device__ __forceinline__ unsigned full(int number) const {
-        return base + TURNS_AT + number % BOXES * 16;
+    // That its copy is on the way, and has arrived. A team waits for both: while the box still waits
+    // for what the other team is to read before, `full` cannot be told from one turn later.
+    __device__ __forceinline__ unsigned sent(int number) const {
+        return base + TURNS_AT + number % BOXES * TURN_BYTES;
     }
-    __device__ __forceinline__ unsigned empty(int number) const { return full(number) + 8; }
+    __device__ __forceinline__ unsigned full(int number) const { return sent(number) + 8; }
+    __device__ __forceinline__ unsigned empty(int number) const { return sent(number) + 16; }
     static __device__ __forceinline__ unsigned parity(int number) { return number / BOXES & 1; }
 };
 
 // What a tile of this block holds, in registers: 8 rows of 8 columns a thread.
 __device__ __forceinline__ void read_tile(
     const Ring& ring, int first_box, int inside, float (&made)[HELD][CHUNK]) {
-    for (int i = 0; i < OPERANDS; ++i) wait(ring.full(first_box + i), Ring::parity(first_box + i));
+    for (int i = first_box; i < first_box + OPERANDS; ++i) {
+        wait(ring.sent(i), Ring::parity(i));
+        wait(ring.full(i), Ring::parity(i));
+    }
 #pragma unroll
     for (int i = 0; i < HELD; ++i) {
         unsigned word[4];
@@ -150,6 +158,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) cross_backward(
     const int tiles = (rows + SIDE - 1) / SIDE * row_tiles;
     if (threadIdx.x == 0) {
         for (int i = 0; i < BOXES; ++i) {
+            initialize_barrier(ring.sent(i), 1);
             initialize_barrier(ring.full(i), 1);
             initialize_barrier(ring.empty(i), WARPS);
         }
@@ -166,6 +175,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) cross_backward(
             // What lies outside of a tensor counts, and reads as 0.
             expect_bytes(ring.full(number), BOX_BYTES);
             load_box(ring.box(number), map, ring.full(number), x, y);
+            arrive(ring.sent(number));
             ++number;
         };
         for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {

@@ -41,7 +41,7 @@ CHUNK = 8  # elements that a thread reads at once
 TEAMS, TEAM = 2, 256  # threads of a tile of 128 x 128
 MOST_TERMS = 3
 BOXES, BOX_BYTES = 6, GROUP * GROUP * 2
-SHARED_BYTES = BOXES * BOX_BYTES + TEAMS * (GROUP * GROUP + GROUP * 4) + BOXES * 16
+SHARED_BYTES = BOXES * BOX_BYTES + TEAMS * (GROUP * GROUP + GROUP * 4) + BOXES * 24
 
 
 @functools.lru_cache(maxsize=64)
