@@ -65,8 +65,11 @@ def _behind_gradients(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _is_result(node: fx.Node) -> bool:
-    """Whether nothing but the caller reads a node, itself or through views."""
-    views = RESHAPES | {aten.permute.default}
+    """Whether nothing but the caller reads a node, itself or through views.
+
+    Slices are the weights of layers that multiply as one.
+    """
+    views = RESHAPES | {aten.permute.default, aten.slice.Tensor}
     return all(x.op == "output" or (x.target in views and _is_result(x)) for x in node.users)
 
 

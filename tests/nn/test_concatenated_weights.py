@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lokakern.mods.together import FusedLinear
-from lokakern.nn import graph_passes
-from lokakern.nn.routed_matmul import PLAIN, in_dtype
+from lokakern.nn import graph_passes, wide_gradients
+from lokakern.nn.routed_matmul import PLAIN, in_dtype, route_text
+from lokakern.types import Granularity
 from tests.support.routed_layers import BY_GROUP, BY_ROW, rows
 from tests.support.traced_graphs import graphs_of
 
@@ -86,6 +87,19 @@ def test_weights_are_rounded_as_they_are_concatenated(
     for one, other in zip(found, expected, strict=True):
         assert one.dtype is other.dtype and one.shape == other.shape
         assert (one.float() - other.float()).norm() <= 0.001 * other.float().norm()
+
+
+def test_gradients_of_concatenated_weights_are_written_in_float32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(wide_gradients, "_fits", lambda device: True)
+    kernel = "cuda.quantize_group+torch.scaled_mm_block"
+    wide = route_text(Granularity.NONE, [(0, ""), (16, kernel)], [(0, "")])
+    found, expected, text = run(routes=(BY_ROW, BY_ROW, wide))
+    assert "wide_weight_gradient." in text and "lokakern.weight_gradient." not in text
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype is other.dtype and one.shape == other.shape
+        assert (one.float() - other.float()).norm() <= 0.005 * other.float().norm()
 
 
 @pytest.mark.parametrize(
