@@ -17,6 +17,8 @@
 //
 //     TENSOR_SCALES, ROW_SCALES   1: scales that are applied here
 //     BIAS          0: none, 2: bfloat16, 4: float32
+//     KEEPS         1: writes what x0 is multiplied by, too, rounded to bfloat16: the gradient of x0
+//                   needs it. It lies in x0's slot until a bulk copy takes it
 //     SHARED_BYTES  what the launch asks for
 #include "mainloop.cuh"
 
@@ -54,6 +56,7 @@ struct Output {
     const float* b_scale;
     const void* bias;
     const TensorMap& map;
+    const TensorMap& kept_map;  // where KEEPS
 };
 
 __device__ __forceinline__ float from_bfloat16(unsigned bits) {
@@ -114,10 +117,9 @@ __device__ __forceinline__ void load_vectors(unsigned vectors, const Output& out
     }
 }
 
-// Two neighbors of a row of d.
-__device__ __forceinline__ unsigned crossed(
-    float first, float second, float row_scale, float2 scale, float2 bias, unsigned factor,
-    unsigned term) {
+// Two neighbors of a row of the product, scaled, with the bias.
+__device__ __forceinline__ float2 finished(
+    float first, float second, float row_scale, float2 scale, float2 bias) {
     float2 v = make_float2(first, second);
     if constexpr (TENSOR_SCALES || ROW_SCALES) {
         v.x = v.x * row_scale * scale.x;
@@ -127,6 +129,11 @@ __device__ __forceinline__ unsigned crossed(
         v.x += bias.x;
         v.y += bias.y;
     }
+    return v;
+}
+
+// The same of d.
+__device__ __forceinline__ unsigned crossed(float2 v, unsigned factor, unsigned term) {
     return bfloat16_pair(fmaf(from_bfloat16(factor & 0xffff), v.x, from_bfloat16(term & 0xffff)),
                          fmaf(from_bfloat16(factor >> 16), v.y, from_bfloat16(term >> 16)));
 }
@@ -146,7 +153,7 @@ __device__ __forceinline__ void finish(
         for (int group = 0; group < PIECE_COLUMNS / 8; group += 2) {
             const unsigned inside =
                 in_piece * 128 + ((group + lane / 16) ^ (in_piece & 7)) * 16;
-            unsigned factor[4], term[4], made[4];
+            unsigned factor[4], term[4], made[4], kept[4];
             load_blocks(slots.x0(piece) + inside, factor);
             load_blocks(slots.x(piece) + inside, term);
 #pragma unroll
@@ -160,18 +167,25 @@ __device__ __forceinline__ void finish(
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                     const int i = column / 2 + half * 2, block = of_two * 2 + half;
-                    made[block] = crossed(sums[i], sums[i + 1], row_scale[half], scale, bias,
-                                          factor[block], term[block]);
+                    const float2 v =
+                        finished(sums[i], sums[i + 1], row_scale[half], scale, bias);
+                    made[block] = crossed(v, factor[block], term[block]);
+                    if constexpr (KEEPS) kept[block] = bfloat16_pair(v.x, v.y);
                 }
             }
             store_blocks(slots.x(piece) + inside, made);
+            if constexpr (KEEPS) store_blocks(slots.x0(piece) + inside, kept);
         }
         publish_shared_memory();
         __syncwarp();
         if (lane == 0) {
             const int column = tile.column + piece * PIECE_COLUMNS;
             if (is_inside && column < N) {
-                store_box(out.map, slots.x(piece) + warp * 16 * 128, column, row + warp * 16);
+                const unsigned of_warp = warp * 16 * 128;
+                store_box(out.map, slots.x(piece) + of_warp, column, row + warp * 16);
+                if constexpr (KEEPS) {
+                    store_box(out.kept_map, slots.x0(piece) + of_warp, column, row + warp * 16);
+                }
             }
             commit_stores();
         }
@@ -195,6 +209,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_cross(
 #endif
     const __grid_constant__ TensorMap b_map, const __grid_constant__ TensorMap d_map,
     const __grid_constant__ TensorMap x0_map, const __grid_constant__ TensorMap x_map,
+#if KEEPS
+    const __grid_constant__ TensorMap kept_map,
+#endif
     const __grid_constant__ TensorMap a_map
 #if SCALES == 1
     , const __grid_constant__ TensorMap a_scale_map
@@ -213,10 +230,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_cross(
 #endif
         nullptr, m, 1
     };
-#if BIAS
-    const Output out{a_scale, b_scale, bias, d_map};
+#if !BIAS
+    const void* bias = nullptr;
+#endif
+#if KEEPS
+    const Output out{a_scale, b_scale, bias, d_map, kept_map};
 #else
-    const Output out{a_scale, b_scale, nullptr, d_map};
+    const Output out{a_scale, b_scale, bias, d_map, d_map};
 #endif
     if (threadIdx.x == MATH_THREADS) {
         for (int warpgroup = 0; warpgroup < WARPGROUPS; ++warpgroup) {

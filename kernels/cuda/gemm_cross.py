@@ -6,7 +6,8 @@ a: [m, k], FP8, row-major; b: [k, n], FP8, column-major; rows of both start at m
 bytes; x0, x, d: [m, n], bfloat16, rows that start at multiples of 16 bytes.
 
 `cuda.gemm_norm_row` computes the same for any norm and epilogue; this kernel is for the case in
-which the bytes of x0, x and d take longer than the product.
+which the bytes of x0, x and d take longer than the product. In training it also writes what x0 is
+multiplied by, rounded to the dtype of d, because the gradient of x0 needs it.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Plan(NamedTuple):
     maps: dict[tuple[int, ...], tuple[TensorMap, ...]]
 
 
-def macros_of(n: int, k: int, tile: Tile, kind: Kind) -> dict[str, int | str]:
+def macros_of(n: int, k: int, tile: Tile, kind: Kind, keeps: bool = False) -> dict[str, int | str]:
     """All macros, with as many stages as shared memory holds.
 
     Raises:
@@ -77,7 +78,7 @@ def macros_of(n: int, k: int, tile: Tile, kind: Kind) -> dict[str, int | str]:
             "BIAS")  # fmt: skip
     shared = fixed + tile.pipelines * stages * stage
     return {
-        **{name: macros[name] for name in kept}, "STAGES": stages,
+        **{name: macros[name] for name in kept}, "STAGES": stages, "KEEPS": int(keeps),
         "SHARED_BYTES": -(-shared // 16) * 16,
     }  # fmt: skip
 
@@ -93,26 +94,28 @@ def tile_for(n: int, k: int, kind: Kind) -> Tile:
 
 
 @functools.lru_cache(maxsize=4096)
-def bind(n: int, k: int, tile: Tile, kind: Kind) -> CudaLaunch:
-    """The launch of one signature."""
-    macros = macros_of(n, k, tile, kind)
+def bind(n: int, k: int, tile: Tile, kind: Kind, keeps: bool = False) -> CudaLaunch:
+    """The launch of one signature, which ``keeps`` the product or does not."""
+    macros = macros_of(n, k, tile, kind, keeps)
     program = nvrtc.Program(SOURCE, "gemm_cross", tuple(macros.items()))
     by_block = kind.scales == "block"
     return CudaLaunch(
         program, pointers=2 + (kind.bias_bytes > 0), scalars="i" + "ii" * by_block,
-        threads=tile.threads, shared_bytes=int(macros["SHARED_BYTES"]), tensor_maps=5 + by_block,
-        programmatic=True,
+        threads=tile.threads, shared_bytes=int(macros["SHARED_BYTES"]),
+        tensor_maps=5 + keeps + by_block, programmatic=True,
     )  # fmt: skip
 
 
-def make_plan(m: int, n: int, k: int, kind: Kind, tile: Tile, sms: int) -> Plan:
+def make_plan(
+    m: int, n: int, k: int, kind: Kind, tile: Tile, sms: int, keeps: bool = False
+) -> Plan:
     """What a launch with a given tile needs."""
-    return Plan(bind(n, k, tile, kind), tile, (grid_of(tile, m, n, 1, sms), 1, 1), {})
+    return Plan(bind(n, k, tile, kind, keeps), tile, (grid_of(tile, m, n, 1, sms), 1, 1), {})
 
 
 @jit.cached
-def _plan(m: int, n: int, k: int, kind: Kind, device: int) -> Plan:
-    return make_plan(m, n, k, kind, tile_for(n, k, kind), jit.compute_units(device))
+def _plan(m: int, n: int, k: int, kind: Kind, device: int, keeps: bool) -> Plan:
+    return make_plan(m, n, k, kind, tile_for(n, k, kind), jit.compute_units(device), keeps)
 
 
 def _launch(
@@ -122,30 +125,33 @@ def _launch(
     out: Tensor,
     epilogue: NormEpilogue,
     _workspace: tuple[Tensor, ...],
+    kept: Tensor | None = None,
 ) -> None:
+    """``kept``, of the shape and dtype of the output, gets what x0 is multiplied by."""
     bias = epilogue.bias
     kind = Kind(
         scales, bias_bytes=0 if bias is None else bias.element_size(),
         a_type=_TYPES[a.data.dtype], b_type=_TYPES[b.data.dtype],
     )  # fmt: skip
     m, k = a.data.shape
-    run(_plan(m, len(b.data), k, kind, out.get_device()), kind, a, b, out, epilogue)
+    plan = _plan(m, len(b.data), k, kind, out.get_device(), kept is not None)
+    run(plan, kind, a, b, out, epilogue, kept)
 
 
 def run(
     plan: Plan, kind: Kind, a: QuantizedTensor, b: QuantizedTensor, out: Tensor,
-    epilogue: NormEpilogue,
+    epilogue: NormEpilogue, kept: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Launch a plan."""
     x0, x, bias = epilogue.x0, epilogue.x, epilogue.bias
     assert x0 is not None and x is not None  # the problem's epilogue says so
-    matrices = (out, a.data, b.data, x0, x)
+    matrices = (out, a.data, b.data, x0, x, *([] if kept is None else [kept]))
     key: tuple[int, ...] = (*[t.data_ptr() for t in matrices], *[t.stride(0) for t in matrices])
     if kind.scales == "block":
         key = (*key, a.scale.data_ptr(), a.scale.stride(1))  # type: ignore[union-attr]
     maps = plan.maps.get(key)
     if maps is None:
-        maps = _make_maps(plan, kind, a, b, out, x0, x)
+        maps = _make_maps(plan, kind, a, b, out, x0, x, kept)
         if len(plan.maps) >= _MOST_MAPS:
             plan.maps.clear()
         plan.maps[key] = maps
@@ -158,15 +164,16 @@ def run(
 
 def _make_maps(
     plan: Plan, kind: Kind, a: QuantizedTensor, b: QuantizedTensor, out: Tensor, x0: Tensor,
-    x: Tensor,
+    x: Tensor, kept: Tensor | None,
 ) -> tuple[TensorMap, ...]:  # fmt: skip
-    """Maps in the kernel's order: b, the output, x0, x, a, its scales."""
+    """Maps in the kernel's order: b, the output, x0, x, what is kept, a, its scales."""
     tile, depth = plan.tile, depth_of(a.data.shape[1])
     made = [
         tensor_map(b.data, (tile.block_n, depth), depth),
         tensor_map(out, (STORED_ROWS, PIECE_COLUMNS)),
         tensor_map(x0, (ROWS, PIECE_COLUMNS)),
         tensor_map(x, (ROWS, PIECE_COLUMNS)),
+        *([] if kept is None else [tensor_map(kept, (STORED_ROWS, PIECE_COLUMNS))]),
         tensor_map(a.data, (tile.height, depth), depth),
     ]
     if kind.scales == "block":

@@ -162,7 +162,8 @@ def _with_half_products_of_norms() -> None:
 def _with_half_crosses() -> None:
     """Launch products with crosses of float16 by the same function, but for a name of it."""
     names = {**vars(gemm_cross), "Kind": HalfKind}
-    in_half = FunctionType(gemm_cross._launch.__code__, names)
+    plain = gemm_cross._launch
+    in_half = FunctionType(plain.__code__, names, argdefs=plain.__defaults__)
     for scales in gemm_cross.SCALES:
         kernel = KERNELS[f"cuda.gemm_cross_{scales}"]
         choice = kernel.launch, functools.partial(in_half, scales)

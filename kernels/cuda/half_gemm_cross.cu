@@ -6,6 +6,7 @@
 #define bfloat16_pair(first, second) PAIR_##first, second)
 #define PAIR_float bfloat16_pair(float
 #define PAIR_fmaf half_pair(fmaf
+#define PAIR_v half_pair(v
 
 #define from_bfloat16(bits) FROM_##bits)
 #define FROM_unsigned from_bfloat16(unsigned

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from lokakern import nvrtc
+from lokakern import jit, numerics, nvrtc
 from lokakern.kernels.cuda import gemm_cross
 from lokakern.kernels.cuda.tiles import SHARED_BYTES, Kind
+from lokakern.nvrtc import Program
 from lokakern.registry.register import KERNELS
 from lokakern.types import (
     ACCEPTED,
@@ -24,7 +25,9 @@ from lokakern.types import (
     NormEpilogue,
     Operand,
     Problem,
+    QuantizedTensor,
     Rejected,
+    empty_data,
 )
 from tests.support.kernel_cases import CROSSING, cases, drawn, kernel_here
 from tests.support.norm_runs import Run
@@ -167,6 +170,67 @@ def test_results_are_reproducible(name: str, where: str) -> None:
         found.out.fill_(math.nan)
         found.launch()
         assert torch.equal(found.out.view(torch.int16), first.view(torch.int16))
+
+
+@pytest.mark.parametrize("scales", gemm_cross.SCALES)
+def test_a_product_that_is_kept_takes_no_more_shared_memory(scales: str) -> None:
+    """It lies where x0 was: tiles are those of a cross alone."""
+    kind = Kind(scales, bias_bytes=2)
+    tile = gemm_cross.tile_for(3456, 512, kind)
+    plain = gemm_cross.macros_of(3456, 512, tile, kind)
+    assert gemm_cross.macros_of(3456, 512, tile, kind, True) == {**plain, "KEEPS": 1}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scales", gemm_cross.SCALES)
+def test_a_product_is_kept_by_a_program_of_its_own(scales: str, dtype: torch.dtype) -> None:
+    kernel = KERNELS[f"cuda.gemm_cross_{scales}"]
+    meta, m, n, k = torch.device("meta"), 64, 136, 256
+    left, right = (
+        QuantizedTensor(
+            empty_data(rows, k, torch.float8_e4m3fn, meta), form.empty_scale(rows, k, meta), form
+        )
+        for rows, form in ((m, kernel.granularity), (n, kernel.b_granularity))
+    )
+    x0, x, out, kept = torch.empty((4, m, n), dtype=dtype, device=meta)
+    with jit.record(H200) as found:
+        kernel.launch(left, right.t(), out, NormEpilogue(x0=x0, x=x), ())
+        kernel.launch(left, right.t(), out, NormEpilogue(x0=x0, x=x), (), kept)
+    plain, keeping = found.jobs.values()
+    assert isinstance(plain, Program) and isinstance(keeping, Program)
+    assert dict(keeping.macros) == {**dict(plain.macros), "KEEPS": 1}
+    assert plain.source == keeping.source
+    assert ("half_" in keeping.source) is (dtype is torch.float16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scales", gemm_cross.SCALES)
+def test_what_is_kept_is_the_product_rounded_and_the_cross_is_as_without(
+    scales: str, dtype: torch.dtype
+) -> None:
+    """Bits of both, of views, of one matrix twice, and of many tiles of a block."""
+    kernel, plain = KERNELS[f"cuda.gemm_cross_{scales}"], KERNELS[f"cuda.scaled_gemm_{scales}"]
+    sizes = [(m, n, k) for m in (1, 63, 201) for n, k in ((8, 16), (136, 192), (264, 1500))]
+    for (m, n, k), bias in itertools.product((*sizes, (8191, 1096, 512)), (None, dtype)):
+        x, w = (drawn(i, k, where="cuda", seed=j, dtype=dtype) for j, i in enumerate((m, n)))
+        left = numerics.quantize(x, Format.E4M3FN, kernel.granularity)
+        right = numerics.quantize(w, Format.E4M3FN, kernel.b_granularity).t()
+        wide = [drawn(m, n + 8, where="cuda", seed=5 + i, dtype=dtype) for i in range(2)]
+        x0, term = (y[:, :n] for y in wide)
+        vector = None if bias is None else drawn(n, where="cuda", seed=9, dtype=dtype)
+        product = torch.full((m, n), math.nan, dtype=dtype, device="cuda")
+        scratch = plain.workspace(left.data, left.scale, *right.transpose, None, None)
+        plain.launch(left.data, left.scale, *right.transpose, product, vector, scratch)
+        for factor in (x0, term):
+            epilogue = NormEpilogue(bias=vector, x0=factor, x=term)
+            outputs = torch.full((3, m + 1, n), 7.0, dtype=dtype, device="cuda")
+            expected, found, kept = outputs[:, :m]
+            kernel.launch(left, right, expected, epilogue, ())
+            kernel.launch(left, right, found, epilogue, (), kept)
+            for one, other in ((found, expected), (kept, product)):
+                assert torch.equal(one.view(torch.int16), other.view(torch.int16)), (m, n, k)
+            assert (outputs[:, m] == 7).all()
 
 
 @pytest.mark.parametrize("seed", FUZZ_SEEDS)

@@ -78,9 +78,11 @@ def products() -> dict[str, tuple[Program, Program]]:
     for n, k, bias_bytes in CROSSED:
         plain = Kind("row", bias_bytes=bias_bytes)
         crossed: tuple[Kind, Kind] = plain, half.HalfKind(*plain)
-        found[f"gemm_cross {n}x{k}"] = both_of(
-            gemm_cross.bind(n, k, gemm_cross.tile_for(n, k, x), x).program for x in crossed
-        )
+        for keeps, words in ((False, ""), (True, " keeps")):
+            found[f"gemm_cross {n}x{k}{words}"] = both_of(
+                gemm_cross.bind(n, k, gemm_cross.tile_for(n, k, x), x, keeps).program
+                for x in crossed
+            )
     return found
 
 

@@ -97,8 +97,9 @@ def crosses() -> Iterator[tuple[str, Program]]:
     for scales in gemm_cross.SCALES:
         for (n, k), bias_bytes in zip(CROSSES, (4, 0, 2, 2), strict=True):
             kind = Kind(scales, bias_bytes=bias_bytes)
-            bound = gemm_cross.bind(n, k, gemm_cross.tile_for(n, k, kind), kind)
-            yield f"gemm_cross_{scales} {n}x{k}", bound.program
+            for keeps, words in ((False, ""), (True, " keeps")):
+                bound = gemm_cross.bind(n, k, gemm_cross.tile_for(n, k, kind), kind, keeps)
+                yield f"gemm_cross_{scales} {n}x{k}{words}", bound.program
 
 
 # Whether rows start where pieces do and end within one, and rows of a thread.
