@@ -11,8 +11,9 @@ namespace lokakern {
 inline constexpr const char* kOps[] = {"gemm", "routed_gemm", "weight_gradient",
                                        "wide_weight_gradient", "quantize_weight",
                                        "quantize_activated", "activated_gemm",
-                                       "rectified_product", "norm_gradient",
-                                       "bias_gradient", "routed_chain", "quantized_chain",
+                                       "rectified_product", "crossed_product",
+                                       "norm_gradient", "bias_gradient", "routed_chain",
+                                       "quantized_chain",
                                        "gemm_norm", "gemm_norm_scaled", "norm_quantize",
                                        "norm_quantize_scaled", "scaled_gemm", "quantize",
                                        "quantize_static", "quantize_transpose",
@@ -31,8 +32,10 @@ inline constexpr const char* kSchemas[] = {
     "quantize_activated(Tensor x, str activation, str name) -> (Tensor, Tensor)",
     "activated_gemm(Tensor x, str activation, str name, Tensor data, Tensor scale, Tensor? bias, "
     "str route) -> Tensor",
-    "rectified_product(Tensor? a, Tensor data, Tensor scale, Tensor? bias, str route, "
-    "Tensor? left=None, Tensor? left_scales=None) -> Tensor",
+    "rectified_product(Tensor? a, Tensor? b, Tensor? data, Tensor? scale, Tensor? bias, "
+    "str route, Tensor? left=None, Tensor? left_scales=None) -> Tensor",
+    "crossed_product(Tensor? a, Tensor? b, Tensor? data, Tensor? scale, Tensor? bias, Tensor x0, "
+    "Tensor x, str route, Tensor? left=None, Tensor? left_scales=None) -> (Tensor, Tensor)",
     "norm_gradient(Tensor dd, Tensor y, Tensor? bias, Tensor? norm_weight, Tensor? norm_bias, str "
     "norm, str activation, float eps) -> (Tensor, Tensor)",
     "bias_gradient(Tensor grad, Tensor bias) -> Tensor",

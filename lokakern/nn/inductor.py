@@ -29,6 +29,7 @@ from torch import Tensor
 from lokakern import numerics, sampled_check
 from lokakern.native import NATIVE
 from lokakern.nn import bias_gradient as _bias_gradient  # noqa: F401  # defines its op
+from lokakern.nn import crossed_products as _crossed_products  # noqa: F401  # defines its op
 from lokakern.nn import logit as _logit  # noqa: F401  # defines its op
 from lokakern.nn import norm_gradient as _norm_gradient  # noqa: F401  # defines its op
 from lokakern.nn import routed_matmul
@@ -98,17 +99,24 @@ def fuse_quantizers() -> None:
         given = () if is_usual else (left, left_scales, left_scale, apart)
         return call(a, b, data, scale, bias, route, *given)
 
-    call_product = called("rectified_product")
+    def behind(name: str) -> Callable[..., Any]:
+        """The lowering of a product that computes what is behind it."""
+        call = called(name)
 
-    def rectifying(a: Any, data: Any, scale: Any, bias: Any, route: str) -> Any:
-        form, quantizer = _form(a, route)
-        left, left_scales = quantized(a, form, quantizer)
-        if left is None:
-            left, left_scales = quantize(a, form)
-        return call_product(None, data, scale, bias, route, left, left_scales)
+        def lowered(a: Any, b: Any, data: Any, scale: Any, *others: Any) -> Any:
+            form, quantizer = _form(a, others[-1])
+            left, left_scales = quantized(a, form, quantizer) if form else (None, None)
+            if left is None:  # the op may quantize both operands in one launch
+                return call(a, b, data, scale, *others)
+            b = b if data is None else None
+            return call(None, b, data, scale, *others, left, left_scales)
+
+        return lowered
 
     ops = torch.ops.lokakern
-    register_lowering(ops.rectified_product.default, type_promotion_kind=None)(rectifying)
+    for name in ("rectified_product", "crossed_product"):
+        op = getattr(ops, name).default
+        register_lowering(op, type_promotion_kind=None)(behind(name))
     register_lowering(ops.routed_gemm.default, type_promotion_kind=None)(lowered)
     call_chain, call_quantized_chain = called("routed_chain"), called("quantized_chain")
 
@@ -264,6 +272,12 @@ def rectified_product(*given: Any) -> Tensor:
     return _called("lokakern::rectified_product", op, given)
 
 
+def crossed_product(*given: Any) -> tuple[Tensor, Tensor]:
+    """``torch.ops.lokakern.crossed_product``."""
+    op = torch.ops.lokakern.crossed_product.default
+    return cast("tuple[Tensor, Tensor]", _called("lokakern::crossed_product", op, given))
+
+
 def weight_gradient(*given: Any) -> Tensor:
     """``torch.ops.lokakern.weight_gradient``."""
     return _called("lokakern::weight_gradient", torch.ops.lokakern.weight_gradient.default, given)
@@ -324,7 +338,8 @@ def _readers(node: torch.fx.Node, a: Any, form: str) -> int:
     ops = torch.ops.lokakern
     texts: dict[Any, tuple[int, Callable[..., tuple[str, str]]]] = {
         ops.routed_gemm.default: (5, _form_of_left),
-        ops.rectified_product.default: (4, _form_of_left),
+        ops.rectified_product.default: (5, _form_of_left),
+        ops.crossed_product.default: (7, _form_of_left),
         ops.routed_chain.default: (2, form_of_input),
     }
     of_readers = (

@@ -4,7 +4,8 @@ Where a library or a kernel of ours reads ``relu(a @ b + bias)``, Inductor write
 its own, which reads the product and writes as much again: 25 us of an H200 at 8192 x 2048, where
 the product over k = 512 takes 20. The FP8 GEMMs of this library have the relu in their epilogue.
 Where only Inductor's kernels read it, such as those that quantize, they compute it as they load the
-product, and it is left to them. So is silu, whose exponential takes the epilogue longer, 35 us.
+product, and it is left to them. In training the gradient of the next weight reads it, too. Left are
+silu, whose exponential takes the epilogue longer, 35 us, and whose gradient needs the product.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ aten = torch.ops.aten
 
 
 def rectify_in_products(graph: fx.Graph) -> None:
-    """Compute relus of FP8 products in the products, in a graph of an inference."""
+    """Compute relus of FP8 products in the products."""
     for product in list(
         graph.find_nodes(op="call_function", target=torch.ops.lokakern.routed_gemm.default)
     ):
@@ -36,10 +37,10 @@ def rectify_in_products(graph: fx.Graph) -> None:
             continue
         if not (is_written(last) and _takes(product)):
             continue
-        a, _, data, scale, bias, route = product.args[:6]
         with graph.inserting_before(product):
             op = torch.ops.lokakern.rectified_product.default
-            made = add(graph, op, a, data, scale, bias, route)
+            a, b, data, *others = product.args[:6]
+            made = add(graph, op, a, b if data is None else None, data, *others)
         with graph.inserting_before(last):
             shape = list(last.meta["val"].shape)
             is_whole = shape == list(made.meta["val"].shape)
@@ -49,9 +50,9 @@ def rectify_in_products(graph: fx.Graph) -> None:
 
 def _takes(product: fx.Node) -> bool:
     """Whether the kernel of a product at its size is a GEMM of ours with a relu."""
-    a, _, data, scale, bias, route, *others = product.args
+    a, _, _, _, bias, route, *others = product.args
     is_usual = not any(others) and not any(product.kwargs.values())
-    if not is_usual or data is None or scale is None or not isinstance(route, str):
+    if not is_usual or not isinstance(route, str) or "recompute" in product.meta:
         return False
     left, out = value(a), value(product)
     if left is None or out is None or is_checked(route) or routed_matmul.has_switch(route):

@@ -50,6 +50,7 @@ LONGEST_HERE = 8192
 READS_ONCE = ("cuda.quantize_row", "cuda.quantize_together_row")
 # It reads column-major operands; a vector is row-major and column-major at once.
 BY_TILES = "cuda.quantize_together_group"
+BY_ROWS = "cuda.quantize_together_row"  # both operands of a product in one launch
 _LIBRARY = torch.library.Library("lokakern", "FRAGMENT")
 # Traced functions name what they use of torch, not torch: a compiled model compares in each call,
 # slowly, whether a module that is named in two places is still the same.
@@ -506,33 +507,39 @@ def _activated_gemm_fake(
 
 
 def _rectified_product(
-    a: Tensor | None, data: Tensor, scale: Tensor, bias: Tensor | None, route: str,
-    left: Tensor | None = None, left_scales: Tensor | None = None,
+    a: Tensor | None, b: Tensor | None, data: Tensor | None, scale: Tensor | None,
+    bias: Tensor | None, route: str, left: Tensor | None = None,
+    left_scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """``relu(a @ b + bias)`` by the GEMM of a route's kernel at this m, which has one.
 
     Args:
         a: As of `multiply`, as the other arguments; None with ``left``.
-        data: Of a quantized weight.
+        b: ``[k, n]``; None: only ``data`` is available.
+        data: FP8 data of ``b.t()``; None if it is to be quantized here.
         scale: The scales of ``data``.
         bias: ``[n]``, or None.
         route: The route.
         left: a in FP8.
         left_scales: The scales of ``left``.
     """
-    if left is None:
-        assert a is not None
-        left, left_scales = _quantize_weight(row_major(a, apart=True), read_route(route)[0].value)
-    return _multiply(None, None, data, scale, bias, route, left, left_scales, rectifies=True)
+    whole = left if a is None else a
+    assert whole is not None
+    kernel = kernel_here(route, len(whole), whole.device)
+    assert kernel is not None
+    x, right = quantized_operands(kernel, a, b, data, scale, left, left_scales)
+    assert x.scale is not None  # FP8 has scales
+    out = _empty(whole, b, data, dtype_of(route))
+    _launch_scaled(kernel, x.data, x.scale, right, out, bias, rectifies=True)
+    return out
 
 
 def _rectified_product_fake(
-    a: Tensor | None, data: Tensor, scale: Tensor, bias: Tensor | None, route: str,
-    left: Tensor | None = None, left_scales: Tensor | None = None,
+    a: Tensor | None, b: Tensor | None, data: Tensor | None, scale: Tensor | None,
+    bias: Tensor | None, route: str, left: Tensor | None = None,
+    left_scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    whole = left if a is None else a
-    assert whole is not None
-    return _empty(whole, None, data, dtype_of(route))
+    return _multiply_fake(a, b, data, scale, bias, route, left)
 
 
 def quantize_weight(weight: Tensor, scales: str) -> tuple[Tensor, Tensor]:
@@ -554,12 +561,10 @@ def _multiply(
     apart: bool = False,
     *,
     is_wide: bool = False,
-    rectifies: bool = False,
 ) -> Tensor:
     """See `multiply`; ``left`` and ``data`` replace a and b of None.
 
-    A wide result of a kernel is float32; one without a kernel has the dtype of a. If it
-    ``rectifies``, ``left`` is given, and m is one that the route has a kernel for.
+    A wide result of a kernel is float32; one without a kernel has the dtype of a.
     """
     whole = left if a is None else a
     assert whole is not None
@@ -585,15 +590,11 @@ def _multiply(
     if data is None and b is not None and (left is not None or b.dtype is torch.float32):
         data, scale = _quantize_weight(b.t(), loaded.form.value)
     if data is not None:
-        if data.stride(1) == 1 and data.stride(0) == pitch_of(data.shape[1]):
-            right = QuantizedTensor(data, scale, loaded.form, True)
-        else:  # gathered, or transposed with a tensorwise scale
-            assert scale is not None
-            right = QuantizedTensor.packed(data, scale, loaded.form).t()
+        right = _right(data, scale, loaded.form)
         if left is not None:
             if left_scales is None:
                 left_scales = equal_scales(kernel.granularity, left, left_scale)
-            _launch_scaled(kernel, left, left_scales, right, out, bias, rectifies)
+            _launch_scaled(kernel, left, left_scales, right, out, bias)
             if loaded.watch is not None:
                 loaded.watch.see(a, b, out, bias, kernel.name)
             return out
@@ -612,6 +613,49 @@ def _multiply(
     if loaded.watch is not None:
         loaded.watch.see(a, b, out, bias, kernel.name)
     return out
+
+
+def _right(data: Tensor, scale: Tensor | None, form: Granularity) -> QuantizedTensor:
+    """The right operand of a product, from the data of ``b.t()``."""
+    if data.stride(1) == 1 and data.stride(0) == pitch_of(data.shape[1]):
+        return QuantizedTensor(data, scale, form, True)
+    assert scale is not None  # gathered, or transposed with a tensorwise scale
+    return QuantizedTensor.packed(data, scale, form).t()
+
+
+def quantized_operands(
+    kernel: Kernel, a: Tensor | None, b: Tensor | None, data: Tensor | None, scale: Tensor | None,
+    left: Tensor | None = None, left_scales: Tensor | None = None,
+) -> tuple[QuantizedTensor, QuantizedTensor]:  # fmt: skip
+    """Both operands in FP8, with the bytes that the quantizers of a composition write.
+
+    In one launch where the composition has one for both. Arguments as of `multiply`; ``left``
+    replaces a.
+    """
+    whole = left if a is None else a
+    assert whole is not None
+    forms = kernel.granularity, kernel.b_granularity
+    data, scale = _typed(data, scale, forms[1], whole)
+    weight = None
+    if data is None:
+        assert b is not None
+        weight = row_major(b.t()) if b.stride(0) == 1 else row_major(b).t()
+    if left is None:
+        assert a is not None
+        a = row_major(a, apart=True)
+        if kernel.parts[0] == BY_ROWS and weight is not None and weight.dtype is a.dtype:
+            from lokakern.kernels.cuda.quantize_together import Matrix, launch_together
+
+            left, left_scales = _quantize_weight_fake(a, forms[0].value)
+            data, scale = _quantize_weight_fake(weight, forms[1].value)
+            right = Matrix(weight, data, scale, forms[1])
+            launch_together((right, Matrix(a, left, left_scales, forms[0])))
+        else:
+            left, left_scales = _quantize_weight(a, forms[0].value)
+    if data is None:
+        assert weight is not None
+        data, scale = _quantize_weight(weight, forms[1].value)
+    return QuantizedTensor(left, left_scales, forms[0]), _right(data, scale, forms[1])
 
 
 def _typed(
@@ -959,8 +1003,8 @@ recorded_op(
 )
 recorded_op(
     _LIBRARY,
-    "rectified_product(Tensor? a, Tensor data, Tensor scale, Tensor? bias, str route, "
-    "Tensor? left=None, Tensor? left_scales=None) -> Tensor",
+    "rectified_product(Tensor? a, Tensor? b, Tensor? data, Tensor? scale, Tensor? bias, "
+    "str route, Tensor? left=None, Tensor? left_scales=None) -> Tensor",
     _rectified_product,
 )
 torch.library.register_fake("lokakern::rectified_product", _rectified_product_fake, lib=_LIBRARY)

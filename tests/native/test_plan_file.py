@@ -22,7 +22,7 @@ from lokakern.errors import ChoicesError, CompilationError
 from lokakern.functional import gemm
 from lokakern.native import build, plan_file, record, replay
 from lokakern.native.plan_file import save_plans
-from lokakern.nn import routed_chain, routed_matmul
+from lokakern.nn import inductor, routed_chain, routed_matmul
 from lokakern.nvrtc import Program
 
 ROOT = Path(__file__).parents[2]
@@ -258,7 +258,7 @@ def test_the_example_builds_and_its_library_needs_no_python(tmp_path: Path) -> N
     listed = (build.FOLDER / "ops.h").read_text().split("kOps[] = {")[1].split("}")[0]
     ops = [name.strip().strip('"') for name in listed.split(",")]
     in_python = [getattr(torch.ops.lokakern, name).default._schema for name in ops]
-    defining = {routed_chain.__name__, routed_matmul.__name__, gemm.__name__}
+    defining = {x.__name__ for x in (inductor, routed_chain, routed_matmul, gemm)}
     assert defining <= set(sys.modules)
     assert sorted(schemas) == sorted(map(str, in_python))
 

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import lokakern
 from lokakern import nvrtc
-from lokakern.nn import rectified_products, routed_matmul
+from lokakern.nn import graph_passes, joined, rectified_products, routed_matmul
 from lokakern.nn.routed_matmul import in_dtype
+from lokakern.nn.static_handoff import set_handoff
 from lokakern.registry.register import KERNELS
 from lokakern.sampled_check import Marker
 from lokakern.types import ErrorBudget
 from tests.support.compiled_steps import codes_of
 from tests.support.measurements import H200
-from tests.support.routed_layers import BY_ROW, ROUTE, layer_of
-from tests.support.traced_graphs import passed
+from tests.support.routed_layers import BY_ROW, ROUTE, ROUTES, layer_of
+from tests.support.traced_graphs import graphs_of, passed
 
 M, N, K = 48, 64, 32
 OP = "ops.lokakern.rectified_product"
@@ -126,24 +128,78 @@ def test_other_m_keep_the_product(m: int) -> None:
 @pytest.mark.parametrize(("gemm", "takes"), [("cuda.scaled_gemm_row", True),
                                              ("torch.scaled_mm_row", False)])  # fmt: skip
 def test_libraries_have_no_relus(monkeypatch: pytest.MonkeyPatch, gemm: str, takes: bool) -> None:
-    monkeypatch.setattr(
-        routed_matmul, "kernel_here", lambda *_: KERNELS[f"cuda.quantize_row+{gemm}"]
-    )
+    kernel = KERNELS[f"cuda.quantize_row+{gemm}"]
+    asked = SimpleNamespace(**{**vars(routed_matmul), "kernel_here": lambda *_: kernel})
+    monkeypatch.setattr(rectified_products, "routed_matmul", asked)
     monkeypatch.setattr(rectified_products, "current_device", lambda *_: H200)
     monkeypatch.setattr(nvrtc, "why_not", lambda _: None)
     linear = layer()
     assert found_in(lambda x: F.relu(linear(x)) @ WEIGHT) is takes
 
 
-def test_checks_and_gradients_keep_the_product() -> None:
+def test_checks_keep_the_product_and_a_weight_need_not_be_quantized() -> None:
     marked = Marker("1:4").mark(ROUTE, ErrorBudget(row_err=0.06), "here")
     assert marked != ROUTE
-    for linear in (layer(marked), layer_of((ROUTE, "", ""), N, K)):  # of no prepared weight
+    for linear, takes in ((layer(marked), False), (layer_of((ROUTE, "", ""), N, K), True)):
         with torch.no_grad():
-            assert not found_in(lambda x, linear=linear: F.relu(linear(x)) @ WEIGHT)
-    linear = layer()
-    x = rows().requires_grad_()
-    assert not found_in(lambda x: F.relu(linear(x)) @ WEIGHT, x, trains=True)
+            found, text = passed(lambda x, linear=linear: F.relu(linear(x)) @ WEIGHT, rows())
+            assert (OP in text) is takes
+            assert torch.equal(found, F.relu(linear(rows())) @ WEIGHT)
+
+
+def steps(
+    model: Callable[[Tensor], Tensor], leaves: list[Tensor], *, trains: bool = True
+) -> tuple[list[Tensor], str]:
+    """Output and gradients of a compiled step, and the text of its graph before it is split."""
+    texts = []
+
+    def change(graph: Any) -> None:
+        (graph_passes.JointPasses(None) if trains else lambda graph: None)(graph)
+        texts.append(graph.python_code("self").src)
+
+    y, _ = graphs_of(
+        model, leaves[0], change=lambda graph: None, trains=True, change_both=change
+    )  # fmt: skip
+    return [y, *torch.autograd.grad(y.float().cos().sum(), leaves)], str(texts[0])
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_in_training_a_product_computes_the_relu_that_gradients_of_weights_read(
+    half: torch.dtype,
+) -> None:
+    routes = tuple(in_dtype(route, half) for route in ROUTES)
+    first, second = layer_of(routes, N, K, dtype=half), layer_of(routes, K, N, dtype=half)
+    leaves = [rows().to(half).requires_grad_(), first.weight, first.bias, second.weight]
+
+    def run(x: Tensor) -> Tensor:
+        return second(F.relu(first(x))).relu()  # of which the last one is only a result
+
+    found, text = steps(run, leaves)
+    expected, plain = steps(run, leaves, trains=False)
+    assert text.count(f"{OP}.default") == 2 and OP not in plain
+    assert all(map(torch.equal, found, expected))
+
+
+def test_in_training_a_product_computes_the_relu_whose_gradient_is_one_with_that_of_the_bias(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(joined, "is_fast", lambda *_: True)
+    model = nn.Sequential(layer_of(ROUTES, N, K), nn.ReLU(), layer_of(ROUTES, K, N))
+    none = [""] * len(model)
+    set_handoff(model, none, none, joined=joined.joined_between(model))
+    leaves = [rows().requires_grad_(), *model.parameters()]
+    found, text = steps(model, leaves)
+    expected, _ = steps(model, leaves, trains=False)
+    assert text.count(f"{OP}.default") == 1 and "norm_gradient" in text and "aten.relu" not in text
+    assert all(map(torch.equal, found, expected))
+
+
+def test_in_training_a_relu_that_only_compilers_read_is_left() -> None:
+    first = layer_of(ROUTES, N, K)
+    leaves = [rows().requires_grad_(), first.weight]
+    assert OP not in steps(lambda x: F.relu(first(x)).sum(1), leaves)[1]
+    assert OP not in steps(lambda x: sum(y.sum() for y in reads_elsewhere(first, x)), leaves)[1]
+    assert OP not in steps(lambda x: F.silu(first(x)) @ WEIGHT, leaves)[1]
 
 
 def test_generated_code_quantizes_an_operand_once() -> None:
@@ -165,8 +221,8 @@ def test_generated_code_quantizes_an_input_by_a_kernel() -> None:
     linear = layer()
     with torch.no_grad():
         (code,) = codes_of(lambda x: F.relu(linear(x)) @ WEIGHT, rows())
-    assert code.count("lokakern_rectified_product(None, ") == 1
-    assert code.count("torch.ops.lokakern.quantize_weight") == 1
+    assert code.count("= lokakern_rectified_product(") == 1
+    assert "lokakern_rectified_product(None, " not in code and "quantize_weight" not in code
 
 
 @pytest.mark.gpu
@@ -185,3 +241,25 @@ def test_on_a_gpu_the_product_computes_the_relu(half: torch.dtype) -> None:
         separate = run(x)
     assert any(event.name == "lokakern::rectified_product" for event in found.events())
     torch.testing.assert_close(y, separate, rtol=0.03, atol=0.03)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_on_a_gpu_the_product_of_a_training_computes_the_relu(half: torch.dtype) -> None:
+    graph_passes.install_passes()
+    routes = tuple(in_dtype(route, half) for route in ROUTES)
+    first = layer_of(routes, 1024, 512, dtype=half).cuda()
+    second = layer_of(routes, 256, 1024, dtype=half).cuda()
+    leaves = [rows(256, 512).cuda().to(half).requires_grad_(), first.weight, second.weight]
+
+    def run(x: Tensor) -> list[Tensor]:
+        y = second(F.relu(first(x)))
+        return [y, *torch.autograd.grad(y.float().square().sum(), leaves)]
+
+    torch._dynamo.reset()
+    with torch.profiler.profile() as found:
+        y = torch.compile(lambda x: second(F.relu(first(x))), dynamic=False)(leaves[0])
+        gradients = torch.autograd.grad(y.float().square().sum(), leaves)
+    assert any(event.name == "lokakern::rectified_product" for event in found.events())
+    for one, other in zip((y, *gradients), run(leaves[0]), strict=True):
+        assert (one.double() - other.double()).norm() <= 0.01 * other.double().norm()
