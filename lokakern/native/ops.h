@@ -12,7 +12,8 @@ inline constexpr const char* kOps[] = {"gemm", "routed_gemm", "weight_gradient",
                                        "wide_weight_gradient", "quantize_weight",
                                        "quantize_activated", "activated_gemm",
                                        "rectified_product", "crossed_product",
-                                       "norm_gradient", "bias_gradient", "routed_chain",
+                                       "norm_gradient", "bias_gradient", "crossed_gradient",
+                                       "quantized_weight_gradient", "routed_chain",
                                        "quantized_chain",
                                        "gemm_norm", "gemm_norm_scaled", "norm_quantize",
                                        "norm_quantize_scaled", "scaled_gemm", "quantize",
@@ -39,6 +40,10 @@ inline constexpr const char* kSchemas[] = {
     "norm_gradient(Tensor dd, Tensor y, Tensor? bias, Tensor? norm_weight, Tensor? norm_bias, str "
     "norm, str activation, float eps) -> (Tensor, Tensor)",
     "bias_gradient(Tensor grad, Tensor bias) -> Tensor",
+    "crossed_gradient(Tensor[] terms, Tensor x0, str sums) -> (Tensor, Tensor, Tensor, Tensor, "
+    "Tensor)",
+    "quantized_weight_gradient(Tensor turned, Tensor scales, Tensor x, str route, bool is_wide) -> "
+    "Tensor",
     "routed_chain(Tensor x, Tensor?[] operands, str plan) -> Tensor",
     "quantized_chain(Tensor data, Tensor scales, Tensor?[] operands, str plan) -> Tensor",
     "gemm_norm(Tensor a, Tensor? a_scale, str a_granularity, Tensor b, Tensor? b_scale, Tensor? "

@@ -12,6 +12,9 @@ input in the kernel that reads it.
 `SUMS`, in training: the gradient of the bias by an op of its own, `lokakern.nn.bias_gradient`,
 where the kernel of the compiler that would compute it does not read along the rows of memory.
 
+Behind `BEHIND_CROSS`, in training, also a route with two kernels at each m, those of the gradients
+of input and weight of the last layer of a cross, see `lokakern.nn.crossed_gradients`.
+
 That of a `LinearNormAct` is a text of `lokakern.nn.joined`, if it has one; where its gradients are
 not computed so, its product is in the form `SUMS`.
 """
@@ -29,13 +32,28 @@ from lokakern.nn.autocast import CAST, half_of
 from lokakern.nn.bias_gradient import AddedBias
 from lokakern.nn.logit import dot
 from lokakern.nn.norm_gradient import CHUNK, is_fast, takes
-from lokakern.nn.routed_matmul import FLOAT16, in_dtype, is_constant, quantizes_at, traced_route
+from lokakern.nn.routed_matmul import (
+    FLOAT16,
+    crossed,
+    dtype_of,
+    has_delayed,
+    has_switch,
+    in_dtype,
+    is_constant,
+    kernel_at,
+    quantizes_at,
+    route_text,
+    traced_route,
+)
+from lokakern.sampled_check import is_checked
+from lokakern.types import GROUP, Granularity
 
 if TYPE_CHECKING:
     from lokakern.nn.linear import Linear
 
 DOT, LOGIT, SUMS = "dot", "logit", "sums"
 LAYER_FORMS = (DOT, LOGIT, SUMS)
+BEHIND_CROSS = " crossed:"
 
 
 def form_of(layer: Linear) -> str:
@@ -85,6 +103,46 @@ def form_at(
     return in_dtype(form, half)
 
 
+def behind_cross(form: str, segments: list[tuple[int, tuple[str, str]]]) -> str:
+    """A form, or "", with the kernels of the gradients behind a cross.
+
+    Args:
+        form: `SUMS` or "".
+        segments: First m, and the kernels of the gradients of input and weight, or twice "".
+    """
+    names = [(m, "|".join(kernels) if all(kernels) else "") for m, kernels in segments]
+    text = route_text(Granularity.GROUP, [(0, ""), *names], [(0, "")])
+    return form + BEHIND_CROSS + text if text else form
+
+
+def kernels_behind_cross(form: str, m: int) -> tuple[str, ...]:
+    """The two kernels of a form at m, or none."""
+    text = form.partition(BEHIND_CROSS)[2]
+    name = "" if m % GROUP else kernel_at(text, m)  # scales of the transpose are of whole groups
+    return tuple(name.split("|")) if name else ()
+
+
+def crossed_plan(
+    form: str, plan: str, m: int, dtype: torch.dtype, weight_dtype: torch.dtype, device: str
+) -> str:
+    """The plan with kernels for gradients behind a cross, or "" where they are not used.
+
+    A constant for compilers, as `form_at`, whose arguments it has. Not with switches, checks, main
+    gradients and scales of earlier steps, which know the products of routes only.
+    """
+    if m < 0 or half_of(dtype, weight_dtype, device) is not torch.bfloat16:
+        return ""
+    kernels = kernels_behind_cross(form, m)
+    flags, columns, *routes = plan.split("\0") if plan else ("",) * 5
+    is_other = flags or has_switch(plan) or has_delayed(plan) or is_checked(plan)
+    if not kernels or is_other or dtype_of(plan) is not torch.bfloat16:
+        return ""
+    if torch._C._are_functorch_transforms_active() or is_exporting():
+        return ""
+    output, *gradients = map(traced_route, routes)
+    return "\0".join((flags, columns, output, *map(crossed, gradients, kernels)))
+
+
 def fuse_quantizers() -> str:
     """See `lokakern.nn.inductor`, which is imported when a compiler first traces a product: 2 s."""
     from lokakern.nn import graph_passes, inductor
@@ -112,17 +170,24 @@ def multiply_in_form(layer: Linear, x: Tensor, input_scale: str) -> Tensor | Non
         return None
     if bias is not None and (type(bias) is not Parameter or bias.dtype is not weight.dtype):
         return None
-    if form == SUMS and not (is_grad_enabled() and bias is not None and bias.requires_grad):
+    is_behind = form == SUMS and BEHIND_CROSS in layer.form and is_grad_enabled()
+    has_sums = is_grad_enabled() and bias is not None and bias.requires_grad
+    if form == SUMS and not (is_behind or has_sums):
         return None
     m = x.numel() // x.shape[-1]  # the size of a shape is no symbol in torch.export
     m = m if is_constant(m) else -1
     n = weight.shape[0]  # of a weight that was replaced, too
     if bias is not None and bias.shape != (n,):
         return None
+    plan = ""
+    if is_behind:
+        operands = m, x.dtype, weight.dtype, x.device.type
+        plan = crossed_plan(layer.form, layer._plan, *operands)
+    is_formed = form != SUMS or (has_sums and not layer.form.startswith(BEHIND_CROSS))
     given = form, layer._plan, m, n, x.dtype, weight.dtype, x.device.type
-    found = form_at(*given)
+    found = form_at(*given) if is_formed else ""
     if not found:
-        return None
+        return layer.forward_with(x, bias, input_scale, plan) if plan else None
     if form != SUMS and (FLOAT16 in found) is not (x.dtype is float16):
         x = x.half() if FLOAT16 in found else x.bfloat16()  # which decides the dtype
     if form == LOGIT:
@@ -131,7 +196,7 @@ def multiply_in_form(layer: Linear, x: Tensor, input_scale: str) -> Tensor | Non
     if form == DOT:
         return dot(x, weight, bias)
     assert bias is not None
-    y = layer.forward_with(x, bias.detach(), input_scale)
+    y = layer.forward_with(x, bias.detach(), input_scale, plan)
     rows = y if y.dim() == 2 else y.reshape(-1, y.shape[-1])
     z: Tensor = AddedBias.apply(rows, bias)  # type: ignore[no-untyped-call]
     return z if y.dim() == 2 else z.view(y.shape)

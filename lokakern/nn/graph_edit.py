@@ -17,7 +17,7 @@ PARTS = VIEWS | {
     aten.split_with_sizes.default, aten.squeeze.dim, aten.t.default, aten.transpose.int,
     aten.unbind.int, aten.unsqueeze.default,
 }  # fmt: skip
-_PRODUCTS = {aten.addmm.default, aten.baddbmm.default, aten.bmm.default, aten.mm.default}
+PRODUCTS = {aten.addmm.default, aten.baddbmm.default, aten.bmm.default, aten.mm.default}
 
 
 def value(x: Any) -> Tensor | None:
@@ -69,7 +69,7 @@ def is_written(x: fx.Node, *, but: frozenset[fx.Node] = frozenset()) -> bool:
     for reader in x.users.keys() - but:
         is_ours = getattr(reader.target, "namespace", "") == "lokakern"
         is_ours = is_ours and reader.target not in quantizing
-        if is_ours or reader.target in _PRODUCTS or reader.op == "output":
+        if is_ours or reader.target in PRODUCTS or reader.op == "output":
             return True
         if reader.target in PARTS and is_written(reader, but=but):
             return True
@@ -81,4 +81,14 @@ def readers(x: fx.Node) -> list[fx.Node]:
     found = []
     for user in x.users:
         found += readers(user) if user.target in VIEWS and same(user) is same(x) else [user]
+    return found
+
+
+def behind_gradients(graph: fx.Graph) -> set[fx.Node]:
+    """What is computed from gradients of the outputs, not in the forward pass."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        is_gradient = node.op == "placeholder" and "tangents" in str(node.target)
+        if is_gradient or not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
     return found

@@ -24,6 +24,7 @@ from torch import fx
 from lokakern.nn.added_products import add_in_products
 from lokakern.nn.concatenated_tokens import multiply_parts, write_terms
 from lokakern.nn.concatenated_weights import round_concatenated
+from lokakern.nn.crossed_gradients import quantize_behind_crosses
 from lokakern.nn.crossed_products import cross_in_products
 from lokakern.nn.few_terms import sum_few_terms
 from lokakern.nn.flat_sums import IS_NEEDED, sum_to_vectors
@@ -53,8 +54,8 @@ EXACT_PASSES: tuple[Callable[[fx.Graph], None], ...] = (
     keep_blocks, *([sum_to_vectors] if IS_NEEDED else []), tap_at_the_end,
 )  # fmt: skip
 JOINT_PASSES: tuple[Callable[[fx.Graph], None], ...] = (
-    attend_in_training, add_in_products, round_concatenated, cross_in_products,
-    rectify_in_products, write_in_float32, sum_few_terms,
+    quantize_behind_crosses, attend_in_training, add_in_products, round_concatenated,
+    cross_in_products, rectify_in_products, write_in_float32, sum_few_terms,
 )  # fmt: skip
 OPS = (
     "routed_gemm", "activated_gemm", "rectified_product", "crossed_product", "routed_chain",

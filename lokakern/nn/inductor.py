@@ -29,6 +29,7 @@ from torch import Tensor
 from lokakern import numerics, sampled_check
 from lokakern.native import NATIVE
 from lokakern.nn import bias_gradient as _bias_gradient  # noqa: F401  # defines its op
+from lokakern.nn import crossed_gradients as _crossed_gradients  # noqa: F401  # defines its ops
 from lokakern.nn import crossed_products as _crossed_products  # noqa: F401  # defines its op
 from lokakern.nn import logit as _logit  # noqa: F401  # defines its op
 from lokakern.nn import norm_gradient as _norm_gradient  # noqa: F401  # defines its op
@@ -128,7 +129,10 @@ def fuse_quantizers() -> None:
         return call_chain(x, operands, plan)
 
     register_lowering(ops.routed_chain.default, type_promotion_kind=None)(chain)
-    for name in ("activated_gemm", "weight_gradient", "wide_weight_gradient"):
+    for name in (
+        "activated_gemm", "weight_gradient", "wide_weight_gradient", "crossed_gradient",
+        "quantized_weight_gradient",
+    ):  # fmt: skip
         op = getattr(ops, name).default
         register_lowering(op, type_promotion_kind=None)(called(name))
     call_gradient, call_sums = called("norm_gradient"), called("bias_gradient")
@@ -293,6 +297,18 @@ def norm_gradient(*given: Any) -> tuple[Tensor, Tensor]:
     """``torch.ops.lokakern.norm_gradient``."""
     op = torch.ops.lokakern.norm_gradient.default
     return cast("tuple[Tensor, Tensor]", _called("lokakern::norm_gradient", op, given))
+
+
+def crossed_gradient(*given: Any) -> tuple[Tensor, ...]:
+    """``torch.ops.lokakern.crossed_gradient``."""
+    op = torch.ops.lokakern.crossed_gradient.default
+    return cast("tuple[Tensor, ...]", _called("lokakern::crossed_gradient", op, given))
+
+
+def quantized_weight_gradient(*given: Any) -> Tensor:
+    """``torch.ops.lokakern.quantized_weight_gradient``."""
+    op = torch.ops.lokakern.quantized_weight_gradient.default
+    return _called("lokakern::quantized_weight_gradient", op, given)
 
 
 def bias_gradient(*given: Any) -> Tensor:

@@ -18,8 +18,9 @@ from lokakern.errors import UnsupportedError
 from lokakern.functional.checks import is_traced, warn_once
 from lokakern.native import NATIVE
 from lokakern.nn.autocast import HALF, half_of
-from lokakern.nn.compiled_form import form_at, fuse_quantizers, multiply_in_form
+from lokakern.nn.compiled_form import crossed_plan, form_at, fuse_quantizers, multiply_in_form
 from lokakern.nn.routed_matmul import (
+    CROSSED,
     EAGER,
     FLOAT16,
     OPS,
@@ -448,10 +449,10 @@ class Routed(nn.Module):
             is_own = name == "fp8_data"
             shape = (data.shape[0], self._fp8_widths[0]) if is_own else self.weight.shape
             setattr(self, name, _at_pitch(data, *shape))  # type: ignore[misc]
-        if any(self._routes):
+        if any(self._routes) or self.form:
             prepare_to_be_compiled(_way, _activated_way, fuse_quantizers)
         if self.form:
-            prepare_to_be_compiled(form_at)
+            prepare_to_be_compiled(form_at, crossed_plan)
         self.changed()
 
     def route_words(self) -> str:
@@ -599,7 +600,8 @@ def _way(
     is_training = is_grad_enabled()
     asked = tuple(routes) if is_training else (routes[0],)
     is_plain = not any(asked) if m < 0 else not quantizes_at(asked, m)
-    if not fits or (is_plain and not (is_training and flags.startswith(ADDING))):
+    is_kept = is_training and (flags.startswith(ADDING) or CROSSED in plan)
+    if not fits or (is_plain and not is_kept):
         return ""
     is_frozen = FROZEN in flags and m >= 0 and not sampled_check.is_checked(routes[0])
     word = "training" if is_training else "frozen" if is_frozen else "inference"
@@ -749,16 +751,20 @@ class Linear(nn.Linear, Routed):
             return _traced_product(self, plan, input, None, self.bias, input_scale)
         return self.product(input, self.weight, self.bias, input_scale)
 
-    def forward_with(self, input: Tensor, bias: Tensor | None, input_scale: str = "") -> Tensor:
-        """`forward` with another bias, for compilers; not with padding or across tokens."""
-        if not self._plan:
+    def forward_with(
+        self, input: Tensor, bias: Tensor | None, input_scale: str = "", plan: str = ""
+    ) -> Tensor:
+        """`forward` with another bias or plan, for compilers; not with padding or across tokens."""
+        plan = plan or self._plan
+        if not plan:
             return linear(input, self.weight, bias)
-        return _traced_product(self, self._plan, input, None, bias, input_scale)
+        return _traced_product(self, plan, input, None, bias, input_scale)
 
     def take_form(self, form: str) -> None:
         """Set ``form``."""
         if form:
-            prepare_to_be_compiled(form_at)
+            prepare_to_be_compiled(form_at, crossed_plan)
+            prepare_to_be_compiled(_way, _activated_way, fuse_quantizers)
         self.form = form
         self.changed()
 

@@ -9,9 +9,10 @@ An empty name means torch's unquantized product, and a name behind "~" that ther
 eager calls only. On another device a kernel's emulation runs. A part ``float16`` says that operands
 and outputs are float16 instead of bfloat16 (`in_dtype`), one ``switch=NAME`` names a switch
 (`turn`), one ``delayed=KEY`` a layer with delayed scaling (`delayed`), and a last part may define a
-check (`lokakern.sampled_check`). The ops look up a kernel when they run, not when they are traced,
-because m may be dynamic. Where Inductor knows m, it may quantize the left operand in the kernel
-that computes it (`lokakern.nn.inductor`).
+check (`lokakern.sampled_check`) or, in compiled graphs, another kernel for a left operand that is
+quantized as it is computed (`crossed`). The ops look up a kernel when they run, not when they are
+traced, because m may be dynamic. Where Inductor knows m, it may quantize the left operand in the
+kernel that computes it (`lokakern.nn.inductor`).
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ _ROUTES: dict[tuple[str, torch.device], _LoadedRoute] = {}
 FLOAT16 = ";float16"  # in the text of a route, or of several
 _SWITCH = ";switch="
 _DELAYED = ";delayed="
+CROSSED = ";crossed="
+_NO_KERNELS = "none;16:0=;1:0="
 # Products, and for each of them the places of its operands in `Delayed.scales`, and those in `amax`
 # (of the output) or `amax_behind`.
 OUTPUT, GRAD_INPUT, GRAD_WEIGHT = 0, 1, 2
@@ -221,6 +224,25 @@ def set_settled(key: str, are_settled: Sequence[bool]) -> None:
     for place, is_settled in enumerate(are_settled):
         _SEEN.discard((key, place))
         (_SETTLED.add if is_settled else _SETTLED.discard)((key, place))
+
+
+def crossed(text: str, kernel: str) -> str:
+    """A route of a gradient with a kernel for a left operand that is quantized behind a cross.
+
+    `lokakern.nn.crossed_gradients` finds such an operand. Elsewhere the route is as without it.
+    """
+    return (text or _NO_KERNELS) + CROSSED + kernel
+
+
+def crossed_kernel(text: str) -> str:
+    """The kernel of `crossed` in a route, or ""."""
+    return text.partition(CROSSED)[2]
+
+
+def uncrossed(text: str) -> str:
+    """The route without that kernel."""
+    usual = text.partition(CROSSED)[0]
+    return PLAIN if usual == _NO_KERNELS else usual
 
 
 def _is_off(text: str) -> bool:
@@ -656,6 +678,21 @@ def quantized_operands(
         assert weight is not None
         data, scale = _quantize_weight(weight, forms[1].value)
     return QuantizedTensor(left, left_scales, forms[0]), _right(data, scale, forms[1])
+
+
+def multiply_quantized(
+    left: Tensor, scales: Tensor, b: Tensor, route: str, *, is_wide: bool = False
+) -> Tensor:
+    """``left @ b`` by a route that has a kernel at this m; float32 if it ``is_wide``.
+
+    Args:
+        left: ``[m, k]`` in FP8, in the granularity that the kernel reads.
+        scales: Its scales.
+        b: ``[k, n]``, bfloat16.
+        route: The route, which names the granularity of b.
+        is_wide: Whether the kernel writes float32.
+    """
+    return _multiply(None, b, None, None, None, route, left, scales, is_wide=is_wide)
 
 
 def _typed(

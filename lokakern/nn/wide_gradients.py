@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from lokakern.nn.autocast import HALF
-from lokakern.nn.graph_edit import RESHAPES, replace, value
+from lokakern.nn.graph_edit import RESHAPES, behind_gradients, replace, value
 from lokakern.nn.routed_matmul import OPS, kernel_at, writes_float32
 
 try:
@@ -31,7 +31,8 @@ MULTIPLE = 8
 
 def write_in_float32(graph: fx.Graph) -> None:
     """Let products write the gradients of float32 weights, in the graph of forward and backward."""
-    behind = _behind_gradients(graph)
+    behind = behind_gradients(graph)
+    quantized = OPS.quantized_weight_gradient.default
     is_tuned = config is not None and (config.max_autotune or config.max_autotune_gemm)
     for node in list(graph.find_nodes(op="call_function", target=_CAST)):
         if node not in behind or not _is_result(node):
@@ -46,22 +47,14 @@ def write_in_float32(graph: fx.Graph) -> None:
                 op, given = aten.mm.dtype, (*product.args, torch.float32)
             elif product.target is OPS.weight_gradient.default and _is_wide(product):
                 op, given = OPS.wide_weight_gradient.default, product.args
+            elif product.target is quantized and writes_float32(kernel_at(str(product.args[3]), 0)):
+                op, given = quantized, (*product.args[:4], True)
             else:
                 continue
             wide = graph.call_function(op, given)
         wide.meta["val"] = of.new_empty(of.shape, dtype=torch.float32)
         replace(node, wide)
     graph.eliminate_dead_code()
-
-
-def _behind_gradients(graph: fx.Graph) -> set[fx.Node]:
-    """What is computed from gradients of the outputs, not in the forward pass."""
-    found: set[fx.Node] = set()
-    for node in graph.nodes:
-        is_gradient = node.op == "placeholder" and "tangents" in str(node.target)
-        if is_gradient or not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found
 
 
 def _is_result(node: fx.Node) -> bool:

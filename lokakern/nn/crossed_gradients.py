@@ -1,0 +1,406 @@
+"""Gradients behind a cross that are quantized where they are computed, in compiled training.
+
+Of a cross ``x0 * z + x`` with ``z = h @ w.t() + b``, the gradient of z is ``g * x0``, which both
+gradients ``(g * x0) @ w`` and ``(g * x0).t() @ h`` multiply. A compiler writes it in bfloat16 and
+sums its columns for b in a kernel of its own; quantizing it then costs as much as products in FP8
+save. `kernels/cuda/cross_backward.cu` reads g and x0 once, and writes the gradient in FP8 both
+ways, and the sums.
+
+A product that may read it so has a route with a mark (`routed_matmul.crossed`), which only compiled
+forwards make (`lokakern.nn.compiled_form`). A pass over the graph of forward and backward finds the
+factors of what two such products read. Elsewhere it takes the marks away, and the graph is as it is
+without them.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from lokakern import numerics
+from lokakern.device import current_device
+from lokakern.native import recorded_op
+from lokakern.nn.graph_edit import (
+    PARTS,
+    PRODUCTS,
+    RESHAPES,
+    add,
+    behind_gradients,
+    is_written,
+    replace,
+    value,
+)
+from lokakern.nn.routed_matmul import (
+    CROSSED,
+    OPS,
+    PLAIN,
+    crossed_kernel,
+    fp8_on,
+    multiply_quantized,
+    route_text,
+    row_major,
+    uncrossed,
+)
+from lokakern.quantized_tensor import empty_data
+from lokakern.registry.register import KERNELS, kernel_named, load_kernels
+from lokakern.sums import column_sums
+from lokakern.types import Format, Granularity, QuantizedTensor
+
+KERNEL = "cuda.cross_backward"
+MOST_TERMS = 3  # that the kernel adds
+CHUNK = 8  # bfloat16 elements in 16 bytes, which rows start at multiples of
+GROUP, BF16 = Granularity.GROUP, torch.bfloat16
+aten = torch.ops.aten
+_CAST = torch.ops.prims.convert_element_type.default
+_LIBRARY = torch.library.Library("lokakern", "FRAGMENT")
+_SUMS = {"": torch.float32, "float32": torch.float32, "bfloat16": BF16}
+_FLOATS = (BF16, torch.float32)
+
+
+def crossed_gradient(
+    terms: Sequence[Tensor], x0: Tensor, sums: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``(sum of terms) * x0`` in FP8 with 1x128 scales, and its transpose.
+
+    Args:
+        terms: At most `MOST_TERMS`, ``[m, n]``, bfloat16.
+        x0: The same.
+        sums: The dtype of the sums of its columns, "float32" or "bfloat16"; "" for none.
+
+    Returns:
+        Data ``[m, n]`` with scales, those of the transpose, ``[n, m]``, and sums ``[n]``, in the
+        order of `lokakern.sums`; ``[0]`` for none.
+    """
+    data, scale, turned, turned_scale, total = _empty(terms, x0, sums)
+    if not len(x0):
+        return data, scale, turned, turned_scale, total.zero_()
+    made, across = QuantizedTensor(data, scale, GROUP), QuantizedTensor(turned, turned_scale, GROUP)
+    if _runs_on(x0.device):
+        from lokakern.kernels.cuda.cross_backward import launch  # needs NVRTC's bindings
+
+        rows = [row_major(x, apart=True) for x in (*terms, x0)]
+        launch(rows[:-1], rows[-1], made, across, total if sums else None)
+        return data, scale, turned, turned_scale, total
+    values = functools.reduce(operator.add, (x.float() for x in terms)) * x0.float()
+    for x, out in ((values, made), (values.t(), across)):
+        numerics.quantize(x, Format.of(out.data.dtype), GROUP, data=out.data, scale=out.scale)
+    if sums:
+        column_sums(values, total)
+    return data, scale, turned, turned_scale, total
+
+
+def _empty(
+    _terms: Sequence[Tensor], x0: Tensor, sums: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    (m, n), device = x0.shape, x0.device
+    fp8 = fp8_on(device)
+    made = [
+        x
+        for rows, columns in ((m, n), (n, m))
+        for x in (empty_data(rows, columns, fp8, device), GROUP.empty_scale(rows, columns, device))
+    ]
+    total = torch.empty(n if sums else 0, dtype=_SUMS[sums], device=device)
+    return made[0], made[1], made[2], made[3], total
+
+
+@functools.cache
+def _runs_on(device: torch.device) -> bool:
+    """Whether `KERNEL` runs on a device."""
+    load_kernels()
+    kernel = KERNELS.get(KERNEL)
+    return kernel is not None and kernel.runs_on(current_device(device.type, device.index or 0))
+
+
+def _quantized_weight_gradient(
+    turned: Tensor, scales: Tensor, x: Tensor, route: str, is_wide: bool
+) -> Tensor:
+    """``turned @ x`` with a gradient whose transpose is in FP8; float32 if it ``is_wide``."""
+    return multiply_quantized(turned, scales, x, route, is_wide=is_wide)
+
+
+def _quantized_weight_gradient_fake(
+    turned: Tensor, _scales: Tensor, x: Tensor, _route: str, is_wide: bool
+) -> Tensor:
+    dtype = torch.float32 if is_wide else torch.bfloat16
+    return x.new_empty((turned.shape[0], x.shape[1]), dtype=dtype)
+
+
+_ANY_LAYOUT = (torch.Tag.flexible_layout,)  # a fixed one would copy views of what is not there yet
+recorded_op(
+    _LIBRARY,
+    "crossed_gradient(Tensor[] terms, Tensor x0, str sums) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor)",
+    crossed_gradient,
+    tags=_ANY_LAYOUT,
+)
+recorded_op(
+    _LIBRARY,
+    "quantized_weight_gradient(Tensor turned, Tensor scales, Tensor x, str route, bool is_wide) -> "
+    "Tensor",
+    _quantized_weight_gradient,
+    tags=_ANY_LAYOUT,
+)
+torch.library.register_fake("lokakern::crossed_gradient", _empty, lib=_LIBRARY)
+torch.library.register_fake(
+    "lokakern::quantized_weight_gradient", _quantized_weight_gradient_fake, lib=_LIBRARY
+)
+
+
+class _Factors(NamedTuple):
+    """What a gradient behind a cross is made of, with sizes and dtypes that the op takes.
+
+    Attributes:
+        terms: Of the gradient of the cross.
+        x0: The other factor.
+    """
+
+    terms: tuple[fx.Node, ...]
+    x0: fx.Node
+
+
+class _Readers(NamedTuple):
+    """All that reads a gradient.
+
+    Attributes:
+        to_input: The product that computes the gradient of a layer's input.
+        to_weight: That of the weight.
+        sums: Those of its columns, for a bias; one or none.
+    """
+
+    to_input: fx.Node
+    to_weight: fx.Node
+    sums: tuple[fx.Node, ...]
+
+
+def quantize_behind_crosses(graph: fx.Graph) -> None:
+    """Let one op quantize what two products with a mark read, in a graph of both passes."""
+    marked: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if node.target in _ROUTES and CROSSED in _route_of(node):
+            grad: Any = node.args[0]
+            marked.setdefault(_root(grad), []).append(node)
+    for root, products in marked.items():
+        readers = _readers_of(root, products)
+        found = None if readers is None else _factors_of(graph, root, readers)
+        if readers is None or found is None:
+            for product in products:
+                _multiply_as_usual(graph, product)
+        else:
+            _quantize(graph, found, readers)
+    graph.eliminate_dead_code()
+
+
+_ROUTES: dict[Any, int] = {
+    OPS.routed_gemm.default: 5,
+    OPS.weight_gradient.default: 2,
+}  # place of the route
+
+
+def _route_of(product: fx.Node) -> str:
+    return str(product.args[_ROUTES[product.target]])
+
+
+def _root(x: fx.Node) -> fx.Node:
+    """What a matrix is a view of, before autocast rounded it."""
+    while x.target in RESHAPES or _is_rounded(x):
+        source = x.args[0]
+        if not isinstance(source, fx.Node):
+            break
+        x = source
+    return x
+
+
+def _is_rounded(x: fx.Node) -> bool:
+    return x.target is _CAST and x.args[1] is BF16
+
+
+def _leaves(x: fx.Node) -> Iterator[fx.Node]:
+    """What reads a node through reshapes and roundings, of which it is the `_root`."""
+    for user in x.users:
+        if user.target in RESHAPES or _is_rounded(user):
+            yield from _leaves(user)
+        else:
+            yield user
+
+
+def _readers_of(root: fx.Node, products: list[fx.Node]) -> _Readers | None:
+    """The readers of a gradient; None if they are not those of one layer behind a cross."""
+    to_input = [x for x in products if x.target is OPS.routed_gemm.default]
+    to_weight = [x for x in products if x.target is OPS.weight_gradient.default]
+    sums = [x for x in dict.fromkeys(_leaves(root)) if x not in products]
+    if not (len(to_input) == len(to_weight) == 1 and len(sums) <= 1):
+        return None
+    # With a weight that was quantized before, or a static scale, there is nothing more to read.
+    others = (*to_input[0].args[2:5], *to_input[0].args[6:])
+    is_usual = not any(others) and not to_input[0].kwargs and to_input[0].args[1] is not None
+    if not is_usual or not all(map(_is_sum_of_columns, sums)):
+        return None
+    return _Readers(to_input[0], to_weight[0], tuple(sums))
+
+
+def _is_sum_of_columns(x: fx.Node) -> bool:
+    if x.target is OPS.bias_gradient.default:
+        return True
+    of = value(x)
+    is_vector = of is not None and of.dim() == 1 and of.dtype in _SUMS.values()
+    return x.target is aten.sum.dim_IntList and is_vector and x.args[1] in ([0], [-2])
+
+
+def _factors_of(graph: fx.Graph, root: fx.Node, readers: _Readers) -> _Factors | None:
+    """The factors of a gradient; None if it is no product with the output's gradient."""
+    dz = value(readers.to_weight.args[0])
+    if root.target is not aten.mul.Tensor or root.kwargs or dz is None:
+        return None
+    first, second = root.args
+    if not (isinstance(first, fx.Node) and isinstance(second, fx.Node)):
+        return None
+    behind = behind_gradients(graph)
+    if not _are_alike(root, first, second) or (first in behind) == (second in behind):
+        return None
+    m, n = dz.shape
+    if dz.dtype is not BF16 or n % CHUNK:
+        return None
+    grad, x0 = (first, second) if first in behind else (second, first)
+    before: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node in readers[:2]:
+            break
+        before.add(node)
+
+    def given(x: fx.Node) -> list[fx.Node]:
+        return [y for y in _halves(x) if y in before and _is_read_so(y, m, n)]
+
+    terms = [
+        next((y for y in given(x) if _is_there(y) or _is_sum(y)), None) for x in _terms_of(grad)
+    ]
+    factor, known = next(iter(given(x0)), None), tuple(x for x in terms if x is not None)
+    return None if factor is None or len(known) < len(terms) else _Factors(known, factor)
+
+
+def _are_alike(*nodes: Any) -> bool:
+    """Whether nodes are tensors of one size."""
+    found = [value(x) for x in nodes]
+    return all(x is not None and found[0] is not None and x.shape == found[0].shape for x in found)
+
+
+def _terms_of(grad: fx.Node) -> list[fx.Node]:
+    """The terms of a sum, so that nobody has to write it for this alone."""
+    terms: list[fx.Node] = [grad]
+    while len(terms) < MOST_TERMS:
+        place = next((i for i, x in enumerate(terms) if _is_sum(x)), None)
+        if place is None:
+            break
+        parts: Any = _copied(terms[place])[-1].args
+        terms[place : place + 1] = parts
+    return terms
+
+
+def _copied(x: fx.Node) -> list[fx.Node]:
+    """A node, and what it is a reshape of or a copy in another dtype, one after the other."""
+    found = [x]
+    while x.target in RESHAPES or x.target is _CAST:
+        source = x.args[0]
+        of = value(source)
+        if not isinstance(source, fx.Node) or of is None or of.dtype not in _FLOATS:
+            break
+        found.append(source)
+        x = source
+    return found
+
+
+def _is_sum(x: fx.Node) -> bool:
+    """Whether a node is a sum of two equal sizes that only kernels of a compiler read."""
+    whole = _copied(x)
+    total = whole[-1]
+    if total.target is not aten.add.Tensor or total.kwargs or len(total.args) != 2:
+        return False
+    return _are_alike(total, *total.args) and not any(map(is_written, whole))
+
+
+def _halves(x: fx.Node) -> list[fx.Node]:
+    """What holds the values of a node in bfloat16: itself, what it is a copy of, and copies."""
+    found = [y for z in _copied(x) for y in (z, *(u for u in z.users if _is_rounded(u)))]
+    return [y for y in dict.fromkeys(found) if (of := value(y)) is not None and of.dtype is BF16]
+
+
+def _is_read_so(x: fx.Node, m: int, n: int) -> bool:
+    """Whether the op may read a node as ``[m, n]`` as it lies in memory."""
+    of = x.meta["val"]
+    if of.shape != (m, n):
+        return bool(of.numel() == m * n and of.is_contiguous())
+    starts = of.stride(0), of.storage_offset()
+    return bool(of.stride(1) == 1 and starts[0] >= n and not any(y % CHUNK for y in starts))
+
+
+def _is_there(x: fx.Node) -> bool:
+    """Whether a node is written anyway: by a caller, a library or one of our ops, or for one."""
+    while True:
+        if is_written(x):
+            return True
+        source = x.args[0] if x.args else None
+        if x.target not in PARTS or not isinstance(source, fx.Node):
+            break
+        x = source
+    is_ours = getattr(x.target, "namespace", "") == "lokakern"
+    return x.op == "placeholder" or x.target in PRODUCTS or is_ours
+
+
+def _quantize(graph: fx.Graph, found: _Factors, readers: _Readers) -> None:
+    """Let one op quantize the gradient, and the products read what it writes."""
+    of = value(readers.to_weight.args[0])
+    assert of is not None
+    sums, totals = "", list(readers.sums)
+    for total in readers.sums:
+        # Autograd copies a sum in bfloat16 for a bias in float32: that of the kernel is.
+        copies = [x for x in total.users if x.target is _CAST and x.args[1] is torch.float32]
+        is_copied = bool(copies) and len(copies) == len(total.users)
+        totals = copies if is_copied else totals
+        sums = str(totals[0].meta["val"].dtype).removeprefix("torch.")
+    first = next(x for x in graph.nodes if x in (readers.to_input, readers.to_weight))
+    with graph.inserting_before(first):
+        rows = [
+            x if x.meta["val"].shape == of.shape
+            else add(graph, aten.reshape.default, x, list(of.shape))
+            for x in (*found.terms, found.x0)
+        ]  # fmt: skip
+        made = add(graph, OPS.crossed_gradient.default, rows[:-1], rows[-1], sums)
+        parts = [add(graph, operator.getitem, made, place) for place in range(5)]
+    data, scale, turned, turned_scale, found_sums = parts
+    to_input, to_weight = (_route(crossed_kernel(_route_of(x))) for x in readers[:2])
+    with graph.inserting_before(readers.to_input):
+        weight, op = readers.to_input.args[1], OPS.routed_gemm.default
+        product = add(graph, op, None, weight, None, None, None, to_input, data, scale)
+        replace(readers.to_input, product)
+    with graph.inserting_before(readers.to_weight):
+        x, op = readers.to_weight.args[1], OPS.quantized_weight_gradient.default
+        replace(readers.to_weight, add(graph, op, turned, turned_scale, x, to_weight, False))
+    for total in totals:
+        total.replace_all_uses_with(found_sums)
+
+
+def _route(kernel: str) -> str:
+    """The route of a kernel at every m."""
+    load_kernels()
+    return route_text(kernel_named(kernel).b_granularity, [(0, kernel)], [(0, kernel)])
+
+
+def _multiply_as_usual(graph: fx.Graph, product: fx.Node) -> None:
+    """Take the mark from a product: without it, an unquantized one is torch's."""
+    place, route = _ROUTES[product.target], uncrossed(_route_of(product))
+    if route != PLAIN:
+        product.update_arg(place, route)
+        return
+    a, b = product.args[:2]
+    of_a, of_b = value(a), value(b)
+    assert of_a is not None
+    with graph.inserting_before(product):
+        if product.target is OPS.weight_gradient.default:
+            a = add(graph, aten.permute.default, a, [1, 0])
+        if of_b is not None and of_b.dtype is not of_a.dtype:
+            b = add(graph, _CAST, b, of_a.dtype)
+        replace(product, add(graph, aten.mm.default, a, b))
