@@ -8,7 +8,7 @@ import os
 import uuid
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from numbers import Real
@@ -31,6 +31,7 @@ from lokakern.conversion.chain_spans import (
     why_no_chains,
     words_of,
 )
+from lokakern.conversion.cross_gradients import CrossGradients, cross_gradients, last_layers
 from lokakern.conversion.cross_sites import CrossSpan, calls_layers, planned_crosses
 from lokakern.conversion.delayed_scaling import DelayedScaling
 from lokakern.conversion.forced import FORCED, Forced, Kernels, forced_by, forced_routes
@@ -38,6 +39,7 @@ from lokakern.conversion.loss_limit import LossLimit, limit_loss
 from lokakern.conversion.main_grads import MainGrads
 from lokakern.conversion.raw_sites import raw_sites
 from lokakern.conversion.routes import (
+    ANY_M,
     FORMS,
     GEMMS,
     NO_GRADIENTS,
@@ -59,7 +61,7 @@ from lokakern.errors import FormatError, UnknownNameError, UnsupportedError
 from lokakern.mods.pad import Pad
 from lokakern.nn.adoption import Chosen, adopt, apply_choice, remove_choice
 from lokakern.nn.autocast import CAST, HALF
-from lokakern.nn.compiled_form import DOT, LAYER_FORMS, LOGIT, SUMS, form_of
+from lokakern.nn.compiled_form import BEHIND_CROSS, DOT, LAYER_FORMS, LOGIT, SUMS, form_of
 from lokakern.nn.crossed_forward import (
     children_of,
     crossed_of,
@@ -67,6 +69,7 @@ from lokakern.nn.crossed_forward import (
     renew_products,
     set_crosses,
 )
+from lokakern.nn.crossed_gradients import KERNEL as CROSS_KERNEL
 from lokakern.nn.joined import joined_between
 from lokakern.nn.linear import Linear, Routed, is_linear
 from lokakern.nn.linear_norm_act import LinearNormAct
@@ -116,6 +119,7 @@ if TYPE_CHECKING:
 
 Wanted = ProbeReport | ErrorBudget | float | None
 OFF = "turned off by a watch"
+_COMPILED = (COMPILED, COMPILED_GRAPH)
 # How a model runs in each regime.
 _RUNS = {
     COMPILED: "torch.compile, with each call made by the host; in CUDA graphs: 'compiled-graph'",
@@ -404,6 +408,7 @@ class Conversion:
         self.why_no_chains = ""
         self._step_host: StepHost | None = None  # of training, where it is known
         self._tails: dict[int, list[FoundTail]] = {}  # of callers, by id
+        self._behind_crosses: dict[str, CrossGradients] = {}  # by the name of the last layer
         self._untimed: set[tuple[int, int, str]] = set()  # n and k of the reading layer, activation
         self._model = weakref.ref(model)
         self._key = uuid.uuid4().hex  # of its choices in layers, which may be copied and saved
@@ -452,6 +457,7 @@ class Conversion:
         if host is not None:
             chosen = {name: tuple(map(host.limited, routes)) for name, routes in chosen.items()}
         chosen = {name: tuple(r.with_eager() for r in routes) for name, routes in chosen.items()}
+        self._behind_crosses = self._chosen_behind_crosses(wanted, host)
         self._wanted, self._step_host = wanted, host
         self.untuned = chosen
         self.over_limit, self.over_limit_chains = {}, frozenset()
@@ -467,6 +473,44 @@ class Conversion:
             f"{words_of(sites)}/chain" for sites in dict.fromkeys((*before, *now))
             if before.get(sites) != now.get(sites)
         ]  # fmt: skip
+
+    def _chosen_behind_crosses(
+        self, wanted: Wanted | Forced, host: StepHost | None
+    ) -> dict[str, CrossGradients]:
+        """Which gradients behind crosses are quantized as they are computed, by site."""
+        is_usual = not (self._inference or self._main_grads or self._delayed or self._marker.is_on)
+        if not is_usual or isinstance(wanted, Forced) or wanted is None:
+            return {}
+        if self.regime not in _COMPILED or dispatcher.choices() is not None:
+            return {}
+        names = {id(module): name for name, module in self._modules.items()}
+        devices = {self._device_for(shape_of(m)[3]) for m in self._modules.values()}
+        if not any(dispatcher.snapshot().is_timed(CROSS_KERNEL, device) for device in devices):
+            return {}
+        low, high = self._m_range or (0, ANY_M)
+        low = low if host is None else max(low, host.least_m)
+        m_range = None if (low, high) == (0, ANY_M) else (low, high)
+        known: dict[Any, CrossGradients] = {}
+        found = {}
+        for layer in last_layers(self.callers):
+            name = names.get(id(layer))
+            if name is None or self.dtype_of(layer) is not torch.bfloat16:
+                continue
+            n, k, has_bias, weight = shape_of(layer)
+            by = _source_of(wanted, name, self._distributions)
+            assert isinstance(by, Judge)  # as nothing is forced
+            key = (n, k, has_bias, self._device_for(weight), replace(by, regime=self.regime))
+            if key not in known:
+                known[key] = cross_gradients(n, k, has_bias, key[4], key[3], m_range)
+            found[name] = known[key]
+        return found
+
+    def _form_at(self, site: Site) -> str:
+        """The form of a site, with kernels of gradients behind a cross where they are used."""
+        form, found = self._form_of(site.module), self._behind_crosses.get(site.name)
+        is_off = any((site.name, gemm) in self.turned_off for gemm in GEMMS)
+        is_watched = self.has_switches or self._watch is not None or is_off
+        return form if found is None or is_watched or not self.has_relus else found.form(form)
 
     def _planned(self) -> list[Span]:
         """The spans of the model with their chains."""
@@ -586,7 +630,7 @@ class Conversion:
                 text = self._marker.mark(text, budget, f"{site.name}/{r.gemm}")
             texts.append(text)
         is_inference = self._inference and site.name not in self.plain
-        form = self._form_of(site.module)
+        form = self._form_at(site)
         apply_choice(site.module, Chosen(self._key, tuple(texts), is_inference, chain, form, adds))
 
     def _form_of(self, module: Routed) -> str:
@@ -712,13 +756,13 @@ class Conversion:
     @property
     def joined(self) -> dict[str, str]:
         """Names of sites with what is behind them whose gradients one op computes, as text."""
-        alone = {name: form for name, form in self._forms_at().items() if form not in LAYER_FORMS}
+        alone = {name: form for name, form in self._forms_at().items() if not _is_of_layer(form)}
         return self._between_sites("joined") | alone
 
     @property
     def forms(self) -> dict[str, str]:
         """Names of sites with a form in compiled code, see `lokakern.nn.compiled_form`."""
-        return {name: form for name, form in self._forms_at().items() if form in LAYER_FORMS}
+        return {name: form for name, form in self._forms_at().items() if _is_of_layer(form)}
 
     def _forms_at(self) -> dict[str, str]:
         """The forms of sites by name, those of a `LinearNormAct` with joined gradients, too."""
@@ -948,8 +992,10 @@ class Conversion:
                 "that one, or undo it"
             )
         self._watch = watch
-        if not self.has_switches and self.regime == COMPILED:
-            self.has_switches = True
+        has_switches = self.has_switches or self.regime == COMPILED
+        is_renewed = has_switches is not self.has_switches or bool(self._behind_crosses)
+        self.has_switches = has_switches
+        if is_renewed:
             self.use_routes({name: site.routes for name, site in self.sites.items()}, self.plain)
 
     def end_watch(self) -> None:
@@ -1170,9 +1216,14 @@ class Conversion:
                 f"compiled training: {GRADIENT_KERNEL} computes gradients of biases and of what is "
                 f"behind {', '.join(_joined_words(*x) for x in self.joined.items())}"
             )
-        if dots := [name for name, form in self.forms.items() if form != SUMS]:
+        if dots := [name for name, form in self.forms.items() if form in (DOT, LOGIT)]:
             notes.append(f"compiled code: sums over products of elements in {', '.join(dots)}")
-        if SUMS in self.forms.values():
+        if behind := [name for name, form in self.forms.items() if BEHIND_CROSS in form]:
+            notes += [
+                f"compiled training: gradients of {', '.join(names)} behind crosses: {words}"
+                for words, names in _by_words(self._behind_crosses, behind).items()
+            ]
+        if any(form.startswith(SUMS) for form in self.forms.values()):
             notes.append(
                 "compiled training: gradients of biases are summed apart where the compiler's "
                 "kernel would not read along rows"
@@ -1325,6 +1376,10 @@ class Conversion:
             )
         sites = self.sites.values() if name is None else [self.sites[name]]
         products = [f"{s.name}: {r.explain(m)}" for s in sites for r in s.routes]
+        products += [
+            f"{name}: {x.explain()}"
+            for name, x in self._behind_crosses.items() if name in [s.name for s in sites]
+        ]  # fmt: skip
         is_forced = isinstance(self._wanted, Forced)  # which each product tells
         chains = [
             span.explain(self.off_chains)
@@ -1584,6 +1639,19 @@ def _source_of(
             "number (the largest row error, 0.06 admits E4M3), an ErrorBudget or None"
         )
     return Judge(budget_of(wanted), distributions)
+
+
+def _is_of_layer(form: str) -> bool:
+    """Whether it is a form of a layer alone, not with what is behind it in a `LinearNormAct`."""
+    return form in LAYER_FORMS or BEHIND_CROSS in form
+
+
+def _by_words(found: Mapping[str, CrossGradients], names: Iterable[str]) -> dict[str, list[str]]:
+    """Names of sites by the words of their choice."""
+    by: dict[str, list[str]] = {}
+    for name in names:
+        by.setdefault(found[name].words if name in found else "", []).append(name)
+    return by
 
 
 def _joined_words(name: str, text: str) -> str:

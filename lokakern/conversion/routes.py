@@ -540,7 +540,7 @@ def _mean_log_gain(table: Table, m_range: MRange | None) -> float:
 def _segments(table: Table, m_range: MRange | None) -> Segments:
     names = []
     for kernel, missed in zip(table.kernels, table.misses, strict=True):
-        is_used = kernel is not None and kernel.quantizes and not missed and _runs(kernel, table)
+        is_used = kernel is not None and kernel.quantizes and not missed and runs(kernel, table)
         names.append(kernel.name if kernel is not None and is_used else "")
     found = merged(zip(table.breakpoints, names, strict=True))
     return found if m_range is None else within(found, m_range, "")
@@ -560,7 +560,7 @@ def within(
     return [(0, outside), (max(low, 1), first), *inner, (high + 1, outside)]
 
 
-def _runs(kernel: Kernel, table: Table) -> bool:
+def runs(kernel: Kernel, table: Table) -> bool:
     """Whether the kernel, or its emulation, can run here."""
     if table.callable_here:
         return True

@@ -26,6 +26,7 @@ from lokakern.conversion.chain_spans import ChainSites, chain_texts, words_of
 from lokakern.device import current_device
 from lokakern.errors import ChoicesError
 from lokakern.nn.chain_plan import read_plan
+from lokakern.nn.crossed_gradients import KERNEL as CROSS_KERNEL
 from lokakern.nn.module_scan import shape_of
 from lokakern.nn.norm_gradient import KERNEL as GRADIENT_KERNEL
 from lokakern.nn.rectified import KERNEL as RELU_KERNEL
@@ -236,7 +237,7 @@ def check(file: TuningFile, conversion: Conversion, path: str) -> None:
     """
     routes = {s.name: tuple(r.text for r in s.routes) for s in conversion.sites.values()}
     # Files of before have no digests of these kernels.
-    tried = [name for name in (RELU_KERNEL, GRADIENT_KERNEL) if name in file.kernels]
+    tried = [name for name in (RELU_KERNEL, GRADIENT_KERNEL, CROSS_KERNEL) if name in file.kernels]
     here = file_of(
         conversion, routes, {}, set(), (1.0, 1.0, 1.0), file.is_graph, tried=tried,
         is_timed=file.is_timed,

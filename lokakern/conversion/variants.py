@@ -21,6 +21,8 @@ from lokakern.conversion.routes import EMULATED, GEMMS, Route
 from lokakern.errors import UnsupportedError
 from lokakern.nn.autocast import half_of
 from lokakern.nn.chain_plan import read_plan, steps_at
+from lokakern.nn.compiled_form import BEHIND_CROSS
+from lokakern.nn.crossed_gradients import KERNEL as CROSS_KERNEL
 from lokakern.nn.linear import CHAIN_DATA, CHAIN_SCALE, is_linear
 from lokakern.nn.module_scan import shape_of
 from lokakern.nn.norm_gradient import KERNEL as GRADIENT_KERNEL
@@ -203,7 +205,9 @@ def _relu_groups(conversion: Conversion, rows: Rows) -> list[Group]:
         kernels.append(GRADIENT_KERNEL)
         found |= joined
     if formed := {name: list(rows[name]) for name in conversion.forms if rows.get(name)}:
-        kernels.append(OTHER_FORM)
+        forms = [conversion.forms[name] for name in formed]
+        kernels += [OTHER_FORM] * any(not form.startswith(BEHIND_CROSS) for form in forms)
+        kernels += [CROSS_KERNEL] * any(BEHIND_CROSS in form for form in forms)
         found |= formed
     if not found:
         return []

@@ -41,6 +41,7 @@ from lokakern.nn.routed_matmul import (
     in_dtype,
     is_constant,
     kernel_at,
+    merged,
     quantizes_at,
     route_text,
     traced_route,
@@ -111,7 +112,7 @@ def behind_cross(form: str, segments: list[tuple[int, tuple[str, str]]]) -> str:
         segments: First m, and the kernels of the gradients of input and weight, or twice "".
     """
     names = [(m, "|".join(kernels) if all(kernels) else "") for m, kernels in segments]
-    text = route_text(Granularity.GROUP, [(0, ""), *names], [(0, "")])
+    text = route_text(Granularity.GROUP, merged([(0, ""), *names]), [(0, "")])
     return form + BEHIND_CROSS + text if text else form
 
 

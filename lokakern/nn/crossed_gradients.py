@@ -301,14 +301,23 @@ def _terms_of(grad: fx.Node) -> list[fx.Node]:
 
 
 def _copied(x: fx.Node) -> list[fx.Node]:
-    """A node, and what it is a reshape of or a copy in another dtype, one after the other."""
-    found = [x]
-    while x.target in RESHAPES or x.target is _CAST:
-        source = x.args[0]
-        of = value(source)
+    """A node, and what it is a reshape of or a copy in another dtype, one after the other.
+
+    Permutations are passed over where another one turns them back.
+    """
+    found, dims = [x], list[int]()  # of x in what is passed over; [] if they are the same
+    while x.target in (*RESHAPES, _CAST, aten.permute.default):
+        source, of = x.args[0], value(x.args[0])
         if not isinstance(source, fx.Node) or of is None or of.dtype not in _FLOATS:
             break
-        found.append(source)
+        if dims and x.target in RESHAPES:
+            break
+        if x.target is aten.permute.default:
+            places: Any = x.args[1]
+            dims = [places[dim] for dim in dims or range(of.dim())]
+            dims = [] if dims == sorted(dims) else dims
+        if not dims:
+            found.append(source)
         x = source
     return found
 
