@@ -15,8 +15,9 @@ without them.
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -60,6 +61,8 @@ _CAST = torch.ops.prims.convert_element_type.default
 _LIBRARY = torch.library.Library("lokakern", "FRAGMENT")
 _SUMS = {"": torch.float32, "float32": torch.float32, "bfloat16": BF16}
 _FLOATS = (BF16, torch.float32)
+# Of products that may have a mark, the place of the route.
+_ROUTES: dict[Any, int] = {OPS.routed_gemm.default: 5, OPS.weight_gradient.default: 2}
 
 
 def crossed_gradient(
@@ -74,7 +77,8 @@ def crossed_gradient(
 
     Returns:
         Data ``[m, n]`` with scales, those of the transpose, ``[n, m]``, and sums ``[n]``, in the
-        order of `lokakern.sums`; ``[0]`` for none.
+        order of `lokakern.sums`; for none one element of no meaning, as a result without elements
+        would keep calls from being replayed.
     """
     data, scale, turned, turned_scale, total = _empty(terms, x0, sums)
     if not len(x0):
@@ -104,7 +108,7 @@ def _empty(
         for rows, columns in ((m, n), (n, m))
         for x in (empty_data(rows, columns, fp8, device), GROUP.empty_scale(rows, columns, device))
     ]
-    total = torch.empty(n if sums else 0, dtype=_SUMS[sums], device=device)
+    total = torch.empty(n if sums else 1, dtype=_SUMS[sums], device=device)
     return made[0], made[1], made[2], made[3], total
 
 
@@ -176,6 +180,13 @@ class _Readers(NamedTuple):
     to_weight: fx.Node
     sums: tuple[fx.Node, ...]
 
+    @property
+    def first(self) -> fx.Node:
+        """The first of them in the graph."""
+        every = (self.to_input, self.to_weight, *self.sums)
+        nodes: Iterable[fx.Node] = self.to_input.graph.nodes
+        return next(node for node in nodes if node in every)
+
 
 def quantize_behind_crosses(graph: fx.Graph) -> None:
     """Let one op quantize what two products with a mark read, in a graph of both passes."""
@@ -193,12 +204,6 @@ def quantize_behind_crosses(graph: fx.Graph) -> None:
         else:
             _quantize(graph, found, readers)
     graph.eliminate_dead_code()
-
-
-_ROUTES: dict[Any, int] = {
-    OPS.routed_gemm.default: 5,
-    OPS.weight_gradient.default: 2,
-}  # place of the route
 
 
 def _route_of(product: fx.Node) -> str:
@@ -266,11 +271,8 @@ def _factors_of(graph: fx.Graph, root: fx.Node, readers: _Readers) -> _Factors |
     if dz.dtype is not BF16 or n % CHUNK:
         return None
     grad, x0 = (first, second) if first in behind else (second, first)
-    before: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node in readers[:2]:
-            break
-        before.add(node)
+    first_reader = readers.first
+    before = set(itertools.takewhile(lambda node: node is not first_reader, graph.nodes))
 
     def given(x: fx.Node) -> list[fx.Node]:
         return [y for y in _halves(x) if y in before and _is_read_so(y, m, n)]
@@ -370,8 +372,7 @@ def _quantize(graph: fx.Graph, found: _Factors, readers: _Readers) -> None:
         is_copied = bool(copies) and len(copies) == len(total.users)
         totals = copies if is_copied else totals
         sums = str(totals[0].meta["val"].dtype).removeprefix("torch.")
-    first = next(x for x in graph.nodes if x in (readers.to_input, readers.to_weight))
-    with graph.inserting_before(first):
+    with graph.inserting_before(readers.first):
         rows = [
             x if x.meta["val"].shape == of.shape
             else add(graph, aten.reshape.default, x, list(of.shape))

