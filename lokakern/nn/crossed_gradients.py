@@ -375,7 +375,7 @@ def _quantize(graph: fx.Graph, found: _Factors, readers: _Readers) -> None:
     with graph.inserting_before(readers.first):
         rows = [
             x if x.meta["val"].shape == of.shape
-            else add(graph, aten.reshape.default, x, list(of.shape))
+            else add(graph, aten.view.default, x, list(of.shape))
             for x in (*found.terms, found.x0)
         ]  # fmt: skip
         made = add(graph, OPS.crossed_gradient.default, rows[:-1], rows[-1], sums)
