@@ -31,7 +31,12 @@ from lokakern.conversion.chain_spans import (
     why_no_chains,
     words_of,
 )
-from lokakern.conversion.cross_gradients import CrossGradients, cross_gradients, last_layers
+from lokakern.conversion.cross_gradients import (
+    CrossGradients,
+    cross_gradients,
+    lacks_time,
+    last_layers,
+)
 from lokakern.conversion.cross_sites import CrossSpan, calls_layers, planned_crosses
 from lokakern.conversion.delayed_scaling import DelayedScaling
 from lokakern.conversion.forced import FORCED, Forced, Kernels, forced_by, forced_routes
@@ -474,16 +479,21 @@ class Conversion:
             if before.get(sites) != now.get(sites)
         ]  # fmt: skip
 
+    def _last_layers(self, wanted: Wanted | Forced) -> Iterator[tuple[str, nn.Linear]]:
+        """The last layers of crosses whose gradients one kernel may quantize, by site."""
+        is_usual = not (self._inference or self._main_grads or self._delayed or self._marker.is_on)
+        is_chosen = not isinstance(wanted, Forced) and wanted is not None
+        if not (is_usual and is_chosen and self.regime in _COMPILED and not dispatcher.choices()):
+            return
+        names = {id(module): name for name, module in self._modules.items()}
+        for layer in last_layers(self.callers):
+            if id(layer) in names and self.dtype_of(layer) is torch.bfloat16:
+                yield names[id(layer)], layer
+
     def _chosen_behind_crosses(
         self, wanted: Wanted | Forced, host: StepHost | None
     ) -> dict[str, CrossGradients]:
         """Which gradients behind crosses are quantized as they are computed, by site."""
-        is_usual = not (self._inference or self._main_grads or self._delayed or self._marker.is_on)
-        if not is_usual or isinstance(wanted, Forced) or wanted is None:
-            return {}
-        if self.regime not in _COMPILED or dispatcher.choices() is not None:
-            return {}
-        names = {id(module): name for name, module in self._modules.items()}
         devices = {self._device_for(shape_of(m)[3]) for m in self._modules.values()}
         if not any(dispatcher.snapshot().is_timed(CROSS_KERNEL, device) for device in devices):
             return {}
@@ -492,10 +502,7 @@ class Conversion:
         m_range = None if (low, high) == (0, ANY_M) else (low, high)
         known: dict[Any, CrossGradients] = {}
         found = {}
-        for layer in last_layers(self.callers):
-            name = names.get(id(layer))
-            if name is None or self.dtype_of(layer) is not torch.bfloat16:
-                continue
+        for name, layer in self._last_layers(wanted):
             n, k, has_bias, weight = shape_of(layer)
             by = _source_of(wanted, name, self._distributions)
             assert isinstance(by, Judge)  # as nothing is forced
@@ -1399,8 +1406,8 @@ class Conversion:
 
         They are those of products without a time at m, measured or between measured m, as of
         ``explain --missing``; of their padded sizes, where n or k is no multiple of 8 and
-        `mods.Pad` would pad the layer; and those of activations and of layers that may be part of a
-        chain, which `explain` does not know.
+        `mods.Pad` would pad the layer; and those of activations, of gradients behind crosses and of
+        layers that may be part of a chain, which `explain` does not know.
 
         With forced kernels, for which no measurements were looked up, these are all products.
 
@@ -1473,6 +1480,12 @@ class Conversion:
                 is_wide_with = has_bias and measures_bias(m, *wide, device, self.regime)
                 also = missing.setdefault((*wide, is_wide_with, half), [])
                 also += [form for form in of_wide if form not in also]
+        for _, layer in self._last_layers(self._wanted):
+            n, k, _, weight = shape_of(layer)
+            if lacks_time(m, n, self._device_for(weight), self.regime):
+                missing[n, k, False, Format.BFLOAT16] = [
+                    *missing.get((n, k, False, Format.BFLOAT16), ()), "cross_gradient"
+                ]  # fmt: skip
         return missing
 
     def undo(self) -> None:

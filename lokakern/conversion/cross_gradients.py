@@ -37,7 +37,6 @@ from lokakern.nn.cross_pattern import crosses_in
 from lokakern.nn.crossed_forward import graph_of
 from lokakern.nn.crossed_gradients import CHUNK, KERNEL
 from lokakern.nn.linear import is_linear
-from lokakern.problems import make_problem
 from lokakern.registry.register import KERNELS, fp8_format
 from lokakern.selection import dispatcher
 from lokakern.selection.candidates import Candidate, Time
@@ -45,6 +44,7 @@ from lokakern.selection.table import Table
 from lokakern.selection.ties import within_noise
 from lokakern.types import GROUP, Device, Granularity
 from lokakern.workloads.gemm_gradient_cases import grad_weight_case
+from lokakern.workloads.norm_cases import cross_backward_case
 
 HALF, FP8 = 2, 1  # bytes of an element
 NONE = ("", "")
@@ -195,13 +195,17 @@ def cross_gradients(
     return CrossGradients(tuple(found), m_range, why)
 
 
+def lacks_time(m: int, n: int, device: Device, regime: str) -> bool:
+    """Whether the kernel takes a gradient ``[m, n]`` on a device, but was not timed."""
+    problem = cross_backward_case(m, n, fp8_format(device)).problem
+    kernel = KERNELS[KERNEL]
+    is_taken = kernel.runs_on(device) and kernel.refusal(problem, device) is None
+    return is_taken and m % GROUP == 0 and m not in _crossed_at(n, device, regime)
+
+
 def _crossed_at(n: int, device: Device, regime: str) -> dict[int, tuple[float, float]]:
     """Times of the kernel, and half of their intervals, at measured m that are whole groups."""
-    fp8 = fp8_format(device)
-    problem = make_problem(
-        "norm_backward", (16, n), epilogue="bias+cross", out_format=fp8,
-        out_granularity=Granularity.GROUP,
-    )  # fmt: skip
+    problem = cross_backward_case(16, n, fp8_format(device)).problem
     table = dispatcher.table_for(
         problem, None, None, device, regime, is_choice=False, predicts=False
     )

@@ -13,7 +13,12 @@ from torch import Tensor, nn
 
 import lokakern
 from lokakern.conversion.convert import Conversion
-from lokakern.conversion.cross_gradients import CrossGradients, TimedGradients, last_layers
+from lokakern.conversion.cross_gradients import (
+    CrossGradients,
+    TimedGradients,
+    lacks_time,
+    last_layers,
+)
 from lokakern.conversion.routes import GEMMS, grad_input_problem
 from lokakern.conversion.tune import Tuning, tune
 from lokakern.nn.compiled_form import SUMS, kernels_behind_cross
@@ -24,8 +29,10 @@ from lokakern.probe.problems import way_of
 from lokakern.problems import make_problem
 from lokakern.registry.register import KERNELS
 from lokakern.selection import dispatcher
-from lokakern.types import Format, Granularity, Problem
+from lokakern.types import Device, Format, Granularity, Problem
 from lokakern.workloads.gemm_gradient_cases import grad_weight_case
+from lokakern.workloads.norm_cases import cross_backward_case
+from lokakern.workloads.suite_files import suite_from_file
 from tests.conversion.test_tune import On, Script
 from tests.nn.test_crossed_gradients import OP, run
 from tests.support.conversions import BLOCK_KERNEL as BLOCK
@@ -76,10 +83,7 @@ def rows_of(
 
 
 def crossed_problem(m: int, n: int = N) -> Problem:
-    return make_problem(
-        "norm_backward", (m, n), epilogue="bias+cross", out_format=Format.E4M3FN,
-        out_granularity=Granularity.GROUP,
-    )  # fmt: skip
+    return cross_backward_case(m, n, Format.E4M3FN).problem
 
 
 def fastest_mover() -> list[Any]:
@@ -188,6 +192,21 @@ def test_a_kernel_that_was_not_measured_there_is_not_used(book: Book) -> None:
     handle = convert(model_of(), 0.06)
     assert kernels_of(handle) == NOWHERE
     assert f"{KERNEL} was not measured at n={N}" in handle.explain("up")
+
+
+def test_what_was_not_measured_is_in_the_suite_of_the_model(known: Book, tmp_path: Path) -> None:
+    handle = convert(model_of(), 0.06)
+    assert "cross_gradient" not in handle.suite([M[0], 136])
+    (tmp_path / "missing.toml").write_text(handle.suite([M[0], 1024]))
+    suite = suite_from_file(tmp_path / "missing.toml")
+    found = [case.problem for case in suite.cases(Format.E4M3FN)]
+    crossed = [problem for problem in found if problem.op == "norm_backward"]
+    assert crossed == [crossed_problem(1024)]
+    others = convert(model_of(), 0.06, inference=True), convert(model_of(), 0.06, check="100:64")
+    assert not any("cross_gradient" in other.suite([1024]) for other in others)
+    assert lacks_time(1024, N, dispatcher.device_named(H200), "compiled")
+    b200 = Device("nvidia", "NVIDIA B200", "sm_100", 148, 178)
+    assert not lacks_time(1024, N, b200, "compiled")  # for which there is no such kernel
 
 
 @pytest.mark.parametrize(
