@@ -5,7 +5,8 @@ of
 
 - the time of `lokakern.nn.crossed_gradients.KERNEL`, and
 - the times of both products by the fastest kernels within the budget that read it with 1x128
-  scales, without the bytes that their own quantizers move,
+  scales: of their GEMM, if that was timed alone, and the bytes and the launch of the other
+  operand's quantizer; else of the whole, without the bytes that the gradient's quantizer moves,
 
 is compared with what runs instead: the fastest products, bfloat16 included, and what a compiler
 moves to compute the gradient: two tensors that it reads and one that it writes, and one more that
@@ -43,10 +44,12 @@ from lokakern.selection.candidates import Candidate, Time
 from lokakern.selection.table import Table
 from lokakern.selection.ties import within_noise
 from lokakern.types import GROUP, Device, Granularity
-from lokakern.workloads.gemm_gradient_cases import grad_weight_case
+from lokakern.workloads.gemm_cases import fused_case
+from lokakern.workloads.gemm_gradient_cases import GRADIENTS, grad_weight_case
 from lokakern.workloads.norm_cases import cross_backward_case
 
 HALF, FP8 = 2, 1  # bytes of an element
+LAUNCH_US = 2.0  # of a quantizer, beyond its bytes
 NONE = ("", "")
 
 
@@ -182,17 +185,48 @@ def cross_gradients(
         moved = m * n * least
         tensors = [x for x in (*usual, *ours) if x is not None]
         (old_x, old_w, new_x, new_w) = tensors
+        shapes = (m, k, n), (n, k, m)
+        both = [
+            _with_quantized_left(x, shape, device, judge.regime, least)
+            for x, shape in zip((new_x, new_w), shapes, strict=True)
+        ]
         found.append(
             TimedGradients(
                 m, (new_x[0], new_w[0]),
-                us + new_x[1] + new_w[1] - 2 * (HALF + FP8) * moved,
-                math.hypot(margin, new_x[2], new_w[2]),
+                us + sum(x[0] for x in both), math.hypot(margin, *(x[1] for x in both)),
                 old_x[1] + old_w[1] + (3 + has_bias) * HALF * moved,
                 math.hypot(old_x[2], old_w[2]), (old_x[0], old_w[0]),
             )
         )  # fmt: skip
     why = "" if found else "a product of them has no time, or no kernel within the budget"
     return CrossGradients(tuple(found), m_range, why)
+
+
+def _with_quantized_left(
+    product: tuple[str, float, float], shape: tuple[int, int, int], device: Device, regime: str,
+    least: float,
+) -> tuple[float, float]:  # fmt: skip
+    """Time and margin of a product ``[m, n, k]`` by a composition whose left operand is in FP8.
+
+    Args:
+        product: Name, time and margin of the composition.
+        shape: Of the product.
+        device: Device of the times.
+        regime: Regime of the times.
+        least: Microseconds per byte of the fastest kernel that was ever timed.
+    """
+    name, us, margin = product
+    (m, n, k), gemm = shape, KERNELS[KERNELS[name].parts[-1]]
+    problem = fused_case(*shape, Granularity.GROUP, GRADIENTS, fp8_format(device)).problem
+    if problem.b is not None and problem.b.granularity is gemm.b_granularity:
+        table = dispatcher.table_for(
+            problem, None, None, device, regime, is_choice=False, predicts=False
+        )
+        times = next((c.times for c in table.candidates if c.name == gemm.name), {})
+        if m in times:
+            quantizing = LAUNCH_US + (HALF + FP8) * n * k * least
+            return times[m].gpu_us + quantizing, times[m].margin_us
+    return us - (HALF + FP8) * m * k * least, margin
 
 
 def lacks_time(m: int, n: int, device: Device, regime: str) -> bool:

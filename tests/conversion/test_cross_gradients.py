@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import lokakern
 from lokakern.conversion.convert import Conversion
 from lokakern.conversion.cross_gradients import (
+    LAUNCH_US,
     CrossGradients,
     TimedGradients,
     lacks_time,
@@ -30,6 +31,7 @@ from lokakern.problems import make_problem
 from lokakern.registry.register import KERNELS
 from lokakern.selection import dispatcher
 from lokakern.types import Device, Format, Granularity, Problem
+from lokakern.workloads.gemm_cases import fused_case
 from lokakern.workloads.gemm_gradient_cases import grad_weight_case
 from lokakern.workloads.norm_cases import cross_backward_case
 from lokakern.workloads.suite_files import suite_from_file
@@ -149,6 +151,23 @@ def test_a_bias_counts_a_tensor_that_is_read_once_more(book: Book) -> None:
     book.write(*rows_of(m, cross=us, bf16=1.5, block=1.0, row=1.2), *fastest_mover())
     found = [kernels_of(convert(model_of(bias), 0.06))[0] for bias in (True, False)]
     assert found == [(BLOCK, BLOCK), ()]
+
+
+def test_products_that_were_timed_alone_count_so(book: Book) -> None:
+    """With what the quantizer of the other operand moves; the whole compositions would lose."""
+    m = M[2]
+    whole = {"cross": 4.0, "bf16": 4.0, "block": 7.0, "row": 7.0}
+    book.write(*rows_of(m, **whole), *rows_of(M[0]), *fastest_mover())
+    assert kernels_of(convert(model_of(), 0.06))[2] == ()
+    shapes = (m, RANK, N), (N, RANK, m)
+    problems = (fused_case(*x, Granularity.GROUP, "X12", Format.E4M3FN) for x in shapes)
+    alone = [time("cuda.scaled_gemm_block", case.problem, 0.25) for case in problems]
+    book.write(*alone)
+    handle = convert(model_of(), 0.06)
+    rows = RANK * N + RANK * m  # elements of both right operands
+    us = whole["cross"] + 2 * (LAUNCH_US + 0.25) + 3 * rows / RATE
+    assert f"m={m}: {us:.2f} us" in handle.explain("up")
+    assert kernels_of(handle)[2] == (BLOCK, BLOCK)
 
 
 def test_both_products_change_or_none(book: Book) -> None:
