@@ -1384,8 +1384,8 @@ class Conversion:
         sites = self.sites.values() if name is None else [self.sites[name]]
         products = [f"{s.name}: {r.explain(m)}" for s in sites for r in s.routes]
         products += [
-            f"{name}: {x.explain()}"
-            for name, x in self._behind_crosses.items() if name in [s.name for s in sites]
+            f"{s.name}: {found.explain(is_off=BEHIND_CROSS not in self.forms.get(s.name, ''))}"
+            for s in sites if (found := self._behind_crosses.get(s.name)) is not None
         ]  # fmt: skip
         is_forced = isinstance(self._wanted, Forced)  # which each product tells
         chains = [

@@ -122,9 +122,10 @@ class CrossGradients:
         found = found if self.m_range is None else within(found, self.m_range, NONE)
         return behind_cross(usual, found)
 
-    def explain(self) -> str:
-        """Times and kernels at every measured m."""
-        lines = [f"gradients behind the cross: {self.why or self.words}"]
+    def explain(self, *, is_off: bool = False) -> str:
+        """Times and kernels at every measured m, and whether it was given up since."""
+        off = "; off: a tuning, a watch or a newer conversion" * (is_off and bool(self.used))
+        lines = [f"gradients behind the cross: {self.why or self.words}{off}"]
         return "\n".join([*lines, *(f"  {x}" for x in self.times)])
 
     @property

@@ -270,8 +270,9 @@ def test_they_join_sums_of_biases(known: Book, tmp_path: Path) -> None:
     known.write(time(GRADIENT_KERNEL, problem, 3.0))
     handle = convert(model_of(), 0.06)
     assert handle.forms["up"].startswith(SUMS) and kernels_of(handle) == USED
+    assert "off: a tuning" not in handle.explain("up")
     handle.use_routes({}, has_relus=False)  # as tuning decides
-    assert not handle.forms
+    assert not handle.forms and "off: a tuning" in handle.explain("up")
     handle.use_routes({}, has_relus=True)
     assert kernels_of(handle) == USED
     Book(tmp_path / "others.sqlite").write(
