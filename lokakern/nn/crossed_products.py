@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from lokakern.device import current_device
 from lokakern.native import recorded_op
 from lokakern.nn import routed_matmul
-from lokakern.nn.graph_edit import RESHAPES, add, replace, value
+from lokakern.nn.graph_edit import RESHAPES, add, behind_gradients, replace, value
 from lokakern.problems import make_problem
 from lokakern.quantized_tensor import ROW_BYTES
 from lokakern.registry.register import KERNELS, Kernel
@@ -33,6 +33,8 @@ _LIBRARY = torch.library.Library("lokakern", "FRAGMENT")
 # apart, the product takes 16.6 and the cross 16 (4.1 TB/s). At 8192 x 3456 x 512 these are 53.7 and
 # 18, 38 and 55. At larger k the product counts more than bytes, and other kernels multiply faster.
 LARGEST_K = 1024
+# What shows a product; a copy is of a bias whose gradient is summed apart, and Inductor removes it.
+_SHOWN = RESHAPES | {aten.clone.default}
 
 
 def _crossed_product(
@@ -127,22 +129,12 @@ def cross_in_products(graph: fx.Graph) -> None:
     """Compute crosses of FP8 products in the products, in the graph of a training."""
     op = torch.ops.lokakern.routed_gemm.default
     products = graph.find_nodes(op="call_function", target=op)
-    behind = _behind_tangents(graph) if products else set()
+    behind = behind_gradients(graph) if products else set()
     for product in products:
         cross = None if product in behind else _cross_of(product, behind)
         if cross is not None and _takes(cross):
             _write(graph, cross)
     graph.eliminate_dead_code()
-
-
-def _behind_tangents(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes of the backward pass: what depends on gradients of outputs."""
-    found: set[fx.Node] = set()
-    for node in graph.nodes:
-        is_given = node.op == "placeholder" and "tangents" in node.name
-        if is_given or (node.op != "output" and not found.isdisjoint(node.all_input_nodes)):
-            found.add(node)
-    return found
 
 
 def _cross_of(product: fx.Node, behind: set[fx.Node]) -> _Cross | None:
@@ -152,7 +144,7 @@ def _cross_of(product: fx.Node, behind: set[fx.Node]) -> _Cross | None:
         ahead = [user for user in z.users if user not in behind]
         if len(ahead) != 1:
             return None
-        if ahead[0].target not in RESHAPES:
+        if ahead[0].target not in _SHOWN:
             break
         z = ahead[0]
         views.append(z)

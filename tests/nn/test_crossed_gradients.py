@@ -564,7 +564,7 @@ def test_a_gpu_trains_with_the_op(dtype: torch.dtype, count: int) -> None:
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("sums", ["", "float32", "bfloat16"])
 @pytest.mark.parametrize("size", [(128, 256), (2048, 3456), (136, 200)])
-def test_the_kernel_has_the_bytes_of_the_emulation(
+def test_the_kernel_is_within_a_step_of_the_emulation(
     count: int, sums: str, size: tuple[int, int]
 ) -> None:
     given = [torch.randn(size, device="cuda").bfloat16() for _ in range(count + 1)]
@@ -574,4 +574,8 @@ def test_the_kernel_has_the_bytes_of_the_emulation(
     kept = 5 if sums else 4
     for one, other in zip(found[:kept], expected[:kept], strict=True):
         assert one.dtype is other.dtype and one.shape == other.shape
-        assert torch.equal(*(x.contiguous().view(torch.uint8) for x in (one.cpu(), other)))
+        both = [x.contiguous().view(torch.uint8).int() for x in (one.cpu(), other)]
+        steps = (both[0] - both[1]).abs()
+        # A product with a reciprocal rounds a few quotients to the neighbor of the exact ones.
+        is_data = one.dtype is torch.float8_e4m3fn
+        assert int(steps.max()) <= is_data and float((steps > 0).float().mean()) < 1e-3
