@@ -3,7 +3,8 @@
 //
 //     dy = (dd + more + last) * x0
 //
-// with as many terms as TERMS says. dy is float32 until it is rounded to FP8; in its column sums it is
+// with as many terms as TERMS says, and without x0 the gradient of any layer that two products read.
+// dy is float32 until it is rounded to FP8; in its column sums it is
 // not rounded at all.
 //
 //     terms, x0:    [rows, columns], bfloat16 or float16, by tensor maps
@@ -23,9 +24,10 @@
 // Macros besides those of quantize.cuh, from cross_backward.py:
 //
 //     TERMS       of the gradient, 1 to 3
+//     FACTOR      1 where there is x0
 //     SUMS        1 to write parts
 //     IS_FLOAT16  1 where operands are float16, 0 for bfloat16
-//     BOXES       of the ring, at least TERMS + 1
+//     BOXES       of the ring, at least TERMS + FACTOR
 #include "cross_backward_ptx.cuh"
 #include "folds.cuh"
 #include "half_ptx.cuh"
@@ -38,7 +40,7 @@ constexpr int CHUNKS = SIDE / CHUNK;          // of a row of a tile: threads tha
 constexpr int TEAM = CHUNKS * (SIDE / HELD);  // threads
 constexpr int TEAMS = 2, WARPS = TEAM / 32;
 constexpr int THREADS = TEAMS * TEAM + 32;    // the last warp brings operands
-constexpr int OPERANDS = TERMS + 1;
+constexpr int OPERANDS = TERMS + FACTOR;
 constexpr int ROW_BYTES = SIDE * 2, BOX_BYTES = SIDE * ROW_BYTES;
 // Of a column: its sum, and its largest magnitude. A chunk takes 9 places, against conflicts.
 constexpr int PITCH = SIDE + CHUNKS;
@@ -98,10 +100,12 @@ __device__ __forceinline__ void read_tile(
 #pragma unroll
             for (int j = 0; j < CHUNK; ++j) made[i][j] += value(word, j);
         }
-        load_shared_16_bytes(ring.box(first_box + TERMS) + inside + i * ROW_BYTES, word);
+        if constexpr (FACTOR) {
+            load_shared_16_bytes(ring.box(first_box + TERMS) + inside + i * ROW_BYTES, word);
+        }
 #pragma unroll
         for (int j = 0; j < CHUNK; ++j) {
-            const float v = made[i][j] * value(word, j);
+            const float v = FACTOR ? made[i][j] * value(word, j) : made[i][j];
             made[i][j] = fmaf(v, 0.0f, v);  // infinity is NaN in FP8, and no part of a scale
         }
     }
@@ -143,13 +147,15 @@ __device__ __forceinline__ void list_columns(
 extern "C" __global__ void __launch_bounds__(THREADS, 1) cross_backward(
     unsigned char* data, float* scale, unsigned char* across, float* across_scale, float* parts,
     int rows, int columns, long long data_stride, long long across_stride, long long scale_stride,
-    long long across_scale_stride, const __grid_constant__ TensorMap x0_map,
-    const __grid_constant__ TensorMap dd_map
+    long long across_scale_stride, const __grid_constant__ TensorMap dd_map
 #if TERMS > 1
     , const __grid_constant__ TensorMap more_map
 #endif
 #if TERMS > 2
     , const __grid_constant__ TensorMap last_map
+#endif
+#if FACTOR
+    , const __grid_constant__ TensorMap x0_map
 #endif
 ) {
     extern __shared__ char shared[];
@@ -187,7 +193,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) cross_backward(
 #if TERMS > 2
             bring(last_map, x, y);
 #endif
+#if FACTOR
             bring(x0_map, x, y);
+#endif
         }
         return;
     }

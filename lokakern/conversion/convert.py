@@ -34,6 +34,7 @@ from lokakern.conversion.chain_spans import (
 from lokakern.conversion.cross_gradients import (
     CrossGradients,
     cross_gradients,
+    is_whole,
     lacks_time,
     last_layers,
 )
@@ -481,14 +482,17 @@ class Conversion:
 
     def _last_layers(self, wanted: Wanted | Forced) -> Iterator[tuple[str, nn.Linear]]:
         """The last layers of crosses whose gradients one kernel may quantize, by site."""
-        is_usual = not (self._inference or self._main_grads or self._delayed or self._marker.is_on)
-        is_chosen = not isinstance(wanted, Forced) and wanted is not None
-        if not (is_usual and is_chosen and self.regime in _COMPILED and not dispatcher.choices()):
+        if not self._may_quantize_gradients(wanted):
             return
         names = {id(module): name for name, module in self._modules.items()}
         for layer in last_layers(self.callers):
             if id(layer) in names and self.dtype_of(layer) is torch.bfloat16:
                 yield names[id(layer)], layer
+
+    def _may_quantize_gradients(self, wanted: Wanted | Forced) -> bool:
+        is_usual = not (self._inference or self._main_grads or self._delayed or self._marker.is_on)
+        is_chosen = not isinstance(wanted, Forced) and wanted is not None
+        return is_usual and is_chosen and self.regime in _COMPILED and not dispatcher.choices()
 
     def _chosen_behind_crosses(
         self, wanted: Wanted | Forced, host: StepHost | None
@@ -502,15 +506,31 @@ class Conversion:
         m_range = None if (low, high) == (0, ANY_M) else (low, high)
         known: dict[Any, CrossGradients] = {}
         found = {}
-        for name, layer in self._last_layers(wanted):
+        for name, layer, is_crossed in self._quantizing_layers(wanted):
             n, k, has_bias, weight = shape_of(layer)
             by = _source_of(wanted, name, self._distributions)
             assert isinstance(by, Judge)  # as nothing is forced
-            key = (n, k, has_bias, self._device_for(weight), replace(by, regime=self.regime))
+            judge, device = replace(by, regime=self.regime), self._device_for(weight)
+            key = (n, k, has_bias, device, judge, is_crossed)
             if key not in known:
-                known[key] = cross_gradients(n, k, has_bias, key[4], key[3], m_range)
-            found[name] = known[key]
+                known[key] = cross_gradients(
+                    n, k, has_bias, judge, device, m_range, is_crossed=is_crossed
+                )
+            if is_crossed or known[key].times:
+                found[name] = known[key]
         return found
+
+    def _quantizing_layers(self, wanted: Wanted | Forced) -> Iterator[tuple[str, nn.Module, bool]]:
+        """Layers whose gradient a kernel may quantize for both products; first those of crosses.
+
+        Each with its name, and whether it is the last layer of a cross.
+        """
+        last = dict(self._last_layers(wanted))
+        yield from ((name, layer, True) for name, layer in last.items())
+        if self._may_quantize_gradients(wanted):
+            for name, layer in self._modules.items():
+                if name not in last and is_whole(layer) and self.dtype_of(layer) is torch.bfloat16:
+                    yield name, layer, False
 
     def _form_at(self, site: Site) -> str:
         """The form of a site, with kernels of gradients behind a cross where they are used."""
@@ -1227,7 +1247,7 @@ class Conversion:
             notes.append(f"compiled code: sums over products of elements in {', '.join(dots)}")
         if behind := [name for name, form in self.forms.items() if BEHIND_CROSS in form]:
             notes += [
-                f"compiled training: gradients of {', '.join(names)} behind crosses: {words}"
+                f"compiled training: {words.format(', '.join(names))}"
                 for words, names in _by_words(self._behind_crosses, behind).items()
             ]
         if any(form.startswith(SUMS) for form in self.forms.values()):
@@ -1663,7 +1683,11 @@ def _by_words(found: Mapping[str, CrossGradients], names: Iterable[str]) -> dict
     """Names of sites by the words of their choice."""
     by: dict[str, list[str]] = {}
     for name in names:
-        by.setdefault(found[name].words if name in found else "", []).append(name)
+        words = "gradients of {}"
+        if name in found:
+            behind = " behind crosses" * found[name].is_crossed
+            words = f"{words}{behind}: {found[name].words}"
+        by.setdefault(words, []).append(name)
     return by
 
 

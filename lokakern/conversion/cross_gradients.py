@@ -12,6 +12,9 @@ is compared with what runs instead: the fastest products, bfloat16 included, and
 moves to compute the gradient: two tensors that it reads and one that it writes, and one more that
 it reads for a bias. A compiler's kernel, and a quantizer, move bytes no faster than the fastest
 kernel that was ever timed, so that neither side gains by that. Both products change, or none.
+
+Of other layers, whose gradient a compiler computes as before, no such bytes count, but the sums for
+a bias: the same kernel reads their gradient once for both products.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from lokakern.nn.cross_pattern import crosses_in
 from lokakern.nn.crossed_forward import graph_of
 from lokakern.nn.crossed_gradients import CHUNK, KERNEL
 from lokakern.nn.linear import is_linear
+from lokakern.nn.routed_matmul import SHARED
 from lokakern.registry.register import KERNELS, fp8_format
 from lokakern.selection import dispatcher
 from lokakern.selection.candidates import Candidate, Time
@@ -90,17 +94,19 @@ class TimedGradients(NamedTuple):
 
 @dataclass(frozen=True)
 class CrossGradients:
-    """The choice for the last layer of a cross.
+    """The choice for the last layer of a cross, or another layer.
 
     Attributes:
         times: At each measured m where times and errors of all are known.
         m_range: Smallest and largest m to choose for; None: all measured m.
         why: Why nothing is known, or "".
+        is_crossed: Whether it is the last layer of a cross.
     """
 
     times: tuple[TimedGradients, ...]
     m_range: MRange | None = None
     why: str = ""
+    is_crossed: bool = True
 
     @property
     def used(self) -> list[TimedGradients]:
@@ -120,13 +126,20 @@ class CrossGradients:
             if kernels != NONE and kernels != then:  # unknown between two different choices
                 found.append((m + 1, NONE))
         found = found if self.m_range is None else within(found, self.m_range, NONE)
+        if not self.is_crossed:
+            found = [(m, (a and SHARED + a, b and SHARED + b)) for m, (a, b) in found]
         return behind_cross(usual, found)
 
     def explain(self, *, is_off: bool = False) -> str:
         """Times and kernels at every measured m, and whether it was given up since."""
         off = "; off: a tuning, a watch or a newer conversion" * (is_off and bool(self.used))
-        lines = [f"gradients behind the cross: {self.why or self.words}{off}"]
+        lines = [f"{self.site}: {self.why or self.words}{off}"]
         return "\n".join([*lines, *(f"  {x}" for x in self.times)])
+
+    @property
+    def site(self) -> str:
+        """What is quantized."""
+        return "gradients behind the cross" if self.is_crossed else "the gradient of both products"
 
     @property
     def words(self) -> str:
@@ -148,14 +161,21 @@ def last_layers(modules: Iterable[nn.Module]) -> Iterator[nn.Linear]:
             continue
         for cross in crosses_in(graph, module):
             layer: Any = module.get_submodule(cross.names[-1])
-            is_whole = is_linear(layer) and layer.padding == (0, 0) and not layer.is_mixing
-            if is_whole or type(layer) is nn.Linear:
+            if is_whole(layer):
                 yield layer
 
 
+def is_whole(layer: nn.Module) -> bool:
+    """Whether it is a layer whose gradients are those of its parameters as they are."""
+    if is_linear(layer):
+        return layer.padding == (0, 0) and not layer.is_mixing
+    return type(layer) is nn.Linear
+
+
 def cross_gradients(
-    n: int, k: int, has_bias: bool, judge: Judge, device: Device, m_range: MRange | None = None
-) -> CrossGradients:
+    n: int, k: int, has_bias: bool, judge: Judge, device: Device, m_range: MRange | None = None,
+    *, is_crossed: bool = True,
+) -> CrossGradients:  # fmt: skip
     """The choice for a layer ``[n, k]`` that multiplies in bfloat16.
 
     Args:
@@ -165,12 +185,13 @@ def cross_gradients(
         judge: Source of errors and their limit.
         device: Device of the times.
         m_range: Smallest and largest m to choose for; None: all measured m.
+        is_crossed: Whether it is the last layer of a cross.
     """
     judge = replace(judge, is_training=True, has_bias=has_bias)
-    crossed = _crossed_at(n, device, judge.regime)
+    crossed = _crossed_at(n, device, judge.regime, is_crossed)
     if n % CHUNK or not crossed:
         why = f"rows of {n} elements" if n % CHUNK else f"{KERNEL} was not measured at n={n}"
-        return CrossGradients((), m_range, why)
+        return CrossGradients((), m_range, why, is_crossed)
     facts = dispatcher.snapshot()
     least = facts.least_us_per_byte(device, dispatcher.default_regime(device))
     to_input = judge.table(grad_input_problem(n, k)(16), "grad_input", device)
@@ -195,12 +216,12 @@ def cross_gradients(
             TimedGradients(
                 m, (new_x[0], new_w[0]),
                 us + sum(x[0] for x in both), math.hypot(margin, *(x[1] for x in both)),
-                old_x[1] + old_w[1] + (3 + has_bias) * HALF * moved,
+                old_x[1] + old_w[1] + (3 * is_crossed + has_bias) * HALF * moved,
                 math.hypot(old_x[2], old_w[2]), (old_x[0], old_w[0]),
             )
         )  # fmt: skip
     why = "" if found else "a product of them has no time, or no kernel within the budget"
-    return CrossGradients(tuple(found), m_range, why)
+    return CrossGradients(tuple(found), m_range, why, is_crossed)
 
 
 def _with_quantized_left(
@@ -238,9 +259,11 @@ def lacks_time(m: int, n: int, device: Device, regime: str) -> bool:
     return is_taken and m % GROUP == 0 and m not in _crossed_at(n, device, regime)
 
 
-def _crossed_at(n: int, device: Device, regime: str) -> dict[int, tuple[float, float]]:
+def _crossed_at(
+    n: int, device: Device, regime: str, is_crossed: bool = True
+) -> dict[int, tuple[float, float]]:
     """Times of the kernel, and half of their intervals, at measured m that are whole groups."""
-    problem = cross_backward_case(16, n, fp8_format(device)).problem
+    problem = cross_backward_case(16, n, fp8_format(device), is_crossed=is_crossed).problem
     table = dispatcher.table_for(
         problem, None, None, device, regime, is_choice=False, predicts=False
     )

@@ -9,7 +9,8 @@ ways, and the sums.
 A product that may read it so has a route with a mark (`routed_matmul.crossed`), which only compiled
 forwards make (`lokakern.nn.compiled_form`). A pass over the graph of forward and backward finds the
 factors of what two such products read. Elsewhere it takes the marks away, and the graph is as it is
-without them.
+without them. Other layers with large outputs have a mark, too: the kernel reads their gradient
+once, without a factor, where both products would quantize it, or one would read it in bfloat16.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from lokakern.nn.routed_matmul import (
     CROSSED,
     OPS,
     PLAIN,
+    SHARED,
     crossed_kernel,
     fp8_on,
     multiply_quantized,
@@ -66,13 +68,13 @@ _ROUTES: dict[Any, int] = {OPS.routed_gemm.default: 5, OPS.weight_gradient.defau
 
 
 def crossed_gradient(
-    terms: Sequence[Tensor], x0: Tensor, sums: str
+    terms: Sequence[Tensor], x0: Tensor | None, sums: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``(sum of terms) * x0`` in FP8 with 1x128 scales, and its transpose.
 
     Args:
         terms: At most `MOST_TERMS`, ``[m, n]``, bfloat16.
-        x0: The same.
+        x0: The same; None for the sum alone.
         sums: The dtype of the sums of its columns, "float32" or "bfloat16"; "" for none.
 
     Returns:
@@ -81,16 +83,19 @@ def crossed_gradient(
         would keep calls from being replayed.
     """
     data, scale, turned, turned_scale, total = _empty(terms, x0, sums)
-    if not len(x0):
+    device = terms[0].device
+    if not len(terms[0]):
         return data, scale, turned, turned_scale, total.zero_()
     made, across = QuantizedTensor(data, scale, GROUP), QuantizedTensor(turned, turned_scale, GROUP)
-    if _runs_on(x0.device):
+    if _runs_on(device):
         from lokakern.kernels.cuda.cross_backward import launch  # needs NVRTC's bindings
 
-        rows = [row_major(x, apart=True) for x in (*terms, x0)]
-        launch(rows[:-1], rows[-1], made, across, total if sums else None)
+        rows = [row_major(x, apart=True) for x in terms]
+        factor = None if x0 is None else row_major(x0, apart=True)
+        launch(rows, factor, made, across, total if sums else None)
         return data, scale, turned, turned_scale, total
-    values = functools.reduce(operator.add, (x.float() for x in terms)) * x0.float()
+    values = functools.reduce(operator.add, (x.float() for x in terms))
+    values = values if x0 is None else values * x0.float()
     for x, out in ((values, made), (values.t(), across)):
         numerics.quantize(x, Format.of(out.data.dtype), GROUP, data=out.data, scale=out.scale)
     if sums:
@@ -99,9 +104,9 @@ def crossed_gradient(
 
 
 def _empty(
-    _terms: Sequence[Tensor], x0: Tensor, sums: str
+    terms: Sequence[Tensor], _x0: Tensor | None, sums: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    (m, n), device = x0.shape, x0.device
+    (m, n), device = terms[0].shape, terms[0].device
     fp8 = fp8_on(device)
     made = [
         x
@@ -137,7 +142,7 @@ def _quantized_weight_gradient_fake(
 _ANY_LAYOUT = (torch.Tag.flexible_layout,)  # a fixed one would copy views of what is not there yet
 recorded_op(
     _LIBRARY,
-    "crossed_gradient(Tensor[] terms, Tensor x0, str sums) -> "
+    "crossed_gradient(Tensor[] terms, Tensor? x0, str sums) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor)",
     crossed_gradient,
     tags=_ANY_LAYOUT,
@@ -160,11 +165,11 @@ class _Factors(NamedTuple):
 
     Attributes:
         terms: Of the gradient of the cross.
-        x0: The other factor.
+        x0: The other factor; None if there need be none.
     """
 
     terms: tuple[fx.Node, ...]
-    x0: fx.Node
+    x0: fx.Node | None
 
 
 class _Readers(NamedTuple):
@@ -197,7 +202,11 @@ def quantize_behind_crosses(graph: fx.Graph) -> None:
             marked.setdefault(_root(grad), []).append(node)
     for root, products in marked.items():
         readers = _readers_of(root, products)
-        found = None if readers is None else _factors_of(graph, root, readers)
+        found = None
+        if readers is not None and crossed_kernel(_route_of(readers.to_weight)).startswith(SHARED):
+            found = _whole_of(readers)
+        elif readers is not None:
+            found = _factors_of(graph, root, readers)
         if readers is None or found is None:
             for product in products:
                 _multiply_as_usual(graph, product)
@@ -254,6 +263,20 @@ def _is_sum_of_columns(x: fx.Node) -> bool:
     of = value(x)
     is_vector = of is not None and of.dim() == 1 and of.dtype in _SUMS.values()
     return x.target is aten.sum.dim_IntList and is_vector and x.args[1] in ([0], [-2])
+
+
+def _whole_of(readers: _Readers) -> _Factors | None:
+    """A gradient as one term; None if the op cannot read it."""
+    grad: Any = readers.to_weight.args[0]
+    of = value(grad)
+    if (
+        of is None
+        or of.dtype is not BF16
+        or of.shape[1] % CHUNK
+        or not _is_read_so(grad, *of.shape)
+    ):
+        return None
+    return _Factors((grad,), None)
 
 
 def _factors_of(graph: fx.Graph, root: fx.Node, readers: _Readers) -> _Factors | None:
@@ -373,15 +396,16 @@ def _quantize(graph: fx.Graph, found: _Factors, readers: _Readers) -> None:
         totals = copies if is_copied else totals
         sums = str(totals[0].meta["val"].dtype).removeprefix("torch.")
     with graph.inserting_before(readers.first):
-        rows = [
-            x if x.meta["val"].shape == of.shape
+        *terms, x0 = (
+            x if x is None or x.meta["val"].shape == of.shape
             else add(graph, aten.view.default, x, list(of.shape))
             for x in (*found.terms, found.x0)
-        ]  # fmt: skip
-        made = add(graph, OPS.crossed_gradient.default, rows[:-1], rows[-1], sums)
+        )  # fmt: skip
+        made = add(graph, OPS.crossed_gradient.default, terms, x0, sums)
         parts = [add(graph, operator.getitem, made, place) for place in range(5)]
     data, scale, turned, turned_scale, found_sums = parts
-    to_input, to_weight = (_route(crossed_kernel(_route_of(x))) for x in readers[:2])
+    names = (crossed_kernel(_route_of(x)).removeprefix(SHARED) for x in readers[:2])
+    to_input, to_weight = map(_route, names)
     with graph.inserting_before(readers.to_input):
         weight, op = readers.to_input.args[1], OPS.routed_gemm.default
         product = add(graph, op, None, weight, None, None, None, to_input, data, scale)

@@ -62,6 +62,7 @@ FLOAT16 = ";float16"  # in the text of a route, or of several
 _SWITCH = ";switch="
 _DELAYED = ";delayed="
 CROSSED = ";crossed="
+SHARED = "&"  # before a kernel that reads a gradient which nothing need be behind
 _NO_KERNELS = "none;16:0=;1:0="
 # Products, and for each of them the places of its operands in `Delayed.scales`, and those in `amax`
 # (of the output) or `amax_behind`.
@@ -229,7 +230,8 @@ def set_settled(key: str, are_settled: Sequence[bool]) -> None:
 def crossed(text: str, kernel: str) -> str:
     """A route of a gradient with a kernel for a left operand that is quantized behind a cross.
 
-    `lokakern.nn.crossed_gradients` finds such an operand. Elsewhere the route is as without it.
+    `lokakern.nn.crossed_gradients` finds such an operand, or with `SHARED` any that both gradients
+    of a layer read. Elsewhere the route is as without it.
     """
     return (text or _NO_KERNELS) + CROSSED + kernel
 

@@ -184,7 +184,11 @@ def norm_backward_cases(m: int, k: int, fp8: Format) -> Iterator[Case]:
     yield Case.of("norm_backward", (m, k), GRADIENTS, epilogue=LAYER, out_format=bfloat16)
 
 
-def cross_backward_case(m: int, k: int, fp8: Format) -> Case:
-    """Backward pass of a cross behind a bias, quantized with 1x128 scales both ways."""
+def cross_backward_case(m: int, k: int, fp8: Format, *, is_crossed: bool = True) -> Case:
+    """Backward pass of a cross behind a bias, quantized with 1x128 scales both ways.
+
+    Without the cross it is the gradient of a layer, summed for its bias.
+    """
     out = quantized_output(fp8, Granularity.GROUP)
-    return Case.of("norm_backward", (m, k), GRADIENTS, epilogue="bias+cross", **out)
+    epilogue = "bias+cross" if is_crossed else "bias"
+    return Case.of("norm_backward", (m, k), GRADIENTS, epilogue=epilogue, **out)

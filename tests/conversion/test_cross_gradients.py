@@ -26,6 +26,7 @@ from lokakern.nn.compiled_form import SUMS, kernels_behind_cross
 from lokakern.nn.crossed_gradients import KERNEL
 from lokakern.nn.linear import Linear
 from lokakern.nn.norm_gradient import KERNEL as GRADIENT_KERNEL
+from lokakern.nn.routed_matmul import SHARED
 from lokakern.probe.problems import way_of
 from lokakern.problems import make_problem
 from lokakern.registry.register import KERNELS
@@ -168,6 +169,37 @@ def test_products_that_were_timed_alone_count_so(book: Book) -> None:
     us = whole["cross"] + 2 * (LAUNCH_US + 1.5) + 3 * rows / RATE
     assert f"m={m}: {us:.2f} us" in handle.explain("up")
     assert kernels_of(handle)[2] == (BLOCK, BLOCK)
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.Linear(RANK, N)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x).sin()  # type: ignore[no-any-return]
+
+
+def test_a_gradient_without_a_cross_is_quantized_once_for_both_products(book: Book) -> None:
+    """The compiler's bytes do not count there, but the sums for a bias."""
+    m = M[2]
+    problem = cross_backward_case(m, N, Format.E4M3FN, is_crossed=False).problem
+    shapes = (m, RANK, N), (N, RANK, m)
+    problems = (fused_case(*x, Granularity.GROUP, "X12", Format.E4M3FN) for x in shapes)
+    gemms = [time("cuda.scaled_gemm_block", case.problem, 2.5) for case in problems]
+    products = rows_of(m, cross=4.0, bf16=9.0, block=12.0, row=12.0)
+    book.write(*products, *rows_of(M[0]), *gemms, time(KERNEL, problem, 4.0), *fastest_mover())
+    model = Plain().bfloat16()
+    handle = convert(model, 0.06)
+    assert kernels_of(handle) == [(), (), (SHARED + BLOCK, SHARED + BLOCK)]
+    us = 4.0 + 2 * (LAUNCH_US + 2.5) + 3 * RANK * (N + m) / RATE
+    words = f"m={m}: {us:.2f} us ({KERNEL}, {BLOCK}, {BLOCK}), {2 * 9.0 + moved(2, m):.2f} us"
+    assert words in handle.explain("up")
+    x = torch.randn(m, RANK).bfloat16().requires_grad_()
+    assert OP in run(model, x)[1]
+    handle.undo()
+    assert OP not in run(model, x)[1]
 
 
 def test_both_products_change_or_none(book: Book) -> None:

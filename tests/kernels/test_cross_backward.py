@@ -26,10 +26,11 @@ CASES = [case for case in cases("norm_backward") if case.values[0] in BEHIND_CRO
 
 
 def variant(
-    out: Format = Format.E4M3FN, *, sums: bool = True, granularity: Granularity = Granularity.GROUP
-) -> Variant:
+    out: Format = Format.E4M3FN, *, sums: bool = True, granularity: Granularity = Granularity.GROUP,
+    last: str = "cross",
+) -> Variant:  # fmt: skip
     vectors = ("bias",) if sums else ()
-    return Variant("none", "cross", vectors, True, out, False, granularity)
+    return Variant("none", last, vectors, True, out, False, granularity)
 
 
 @pytest.mark.parametrize(("name", "where"), CASES)
@@ -39,6 +40,8 @@ def test_every_size_and_format(name: str, where: str) -> None:
     for m, k in itertools.product((1, 3, 127, 128, 130, 300), (8, 72, 128, 136, 520, 1000)):
         for sums in (True, False):
             assert Run(kernel, variant(next(forms), sums=sums), m, k, where).check()
+            alone = Run(kernel, variant(next(forms), sums=sums, last="none"), m, k, where)
+            assert alone.check() or kernel.language == "torch"  # which has another kernel for it
 
 
 @pytest.mark.parametrize(("name", "where"), CASES)
@@ -129,8 +132,11 @@ def test_sums_are_in_the_order_of_all_sums(name: str, where: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("has_factor", [True, False])
 @pytest.mark.parametrize("terms", [1, 2, 3])
-def test_terms_of_the_gradient_are_added_in_float32(terms: int, dtype: torch.dtype) -> None:
+def test_terms_of_the_gradient_are_added_in_float32(
+    terms: int, has_factor: bool, dtype: torch.dtype
+) -> None:
     """As the emulation does with the exact sum; a sum in bfloat16 would differ by 2^-9."""
     kernel = kernel_here("cuda.cross_backward", "cuda")
     launch: Callable[..., None] = _module_of(kernel).launch
@@ -142,11 +148,11 @@ def test_terms_of_the_gradient_are_added_in_float32(terms: int, dtype: torch.dty
             sums = (
                 None if sums_in is None else torch.full((k,), math.nan, device="cuda").to(sums_in)
             )
-            launch(given, x0, out[0], out[1], sums)
+            launch(given, x0 if has_factor else None, out[0], out[1], sums)
             total = given[0].float()
             for more in given[1:]:
                 total = total + more.float()
-            exact = total * x0.float()
+            exact = total * x0.float() if has_factor else total
             for made, value in ((out[0], exact), (out[1], exact.t())):
                 wanted = numerics.quantize(value, Format.E4M3FN, Granularity.GROUP)
                 assert torch.equal(made.scale, wanted.scale)  # type: ignore[arg-type]

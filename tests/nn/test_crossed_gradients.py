@@ -564,18 +564,21 @@ def test_a_gpu_trains_with_the_op(dtype: torch.dtype, count: int) -> None:
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("sums", ["", "float32", "bfloat16"])
 @pytest.mark.parametrize("size", [(128, 256), (2048, 3456), (136, 200)])
+@pytest.mark.parametrize("has_factor", [True, False])
 def test_the_kernel_is_within_a_step_of_the_emulation(
-    count: int, sums: str, size: tuple[int, int]
+    count: int, sums: str, size: tuple[int, int], has_factor: bool
 ) -> None:
-    given = [torch.randn(size, device="cuda").bfloat16() for _ in range(count + 1)]
-    found = OPS.crossed_gradient(given[:-1], given[-1], sums)
+    *given, x0 = (torch.randn(size, device="cuda").bfloat16() for _ in range(count + 1))
+    found = OPS.crossed_gradient(given, x0 if has_factor else None, sums)
     on_cpu = [x.cpu() for x in given]
-    expected = OPS.crossed_gradient(on_cpu[:-1], on_cpu[-1], sums)
+    expected = OPS.crossed_gradient(on_cpu, x0.cpu() if has_factor else None, sums)
     kept = 5 if sums else 4
     for one, other in zip(found[:kept], expected[:kept], strict=True):
         assert one.dtype is other.dtype and one.shape == other.shape
+        if one.dtype is not torch.float8_e4m3fn:
+            assert torch.equal(one.cpu(), other)
+            continue
         both = [x.contiguous().view(torch.uint8).int() for x in (one.cpu(), other)]
         steps = (both[0] - both[1]).abs()
         # A product with a reciprocal rounds a few quotients to the neighbor of the exact ones.
-        is_data = one.dtype is torch.float8_e4m3fn
-        assert int(steps.max()) <= is_data and float((steps > 0).float().mean()) < 1e-3
+        assert int(steps.max()) <= 1 and float((steps > 0).float().mean()) < 1e-3

@@ -82,13 +82,14 @@ BACKWARD = {
     "none relu e5m2": ("none", 0, 0, 4, "relu", 1, False, E5M2),
 }
 
-# Of cross_backward: terms, whether there are sums of columns, types.
+# Of cross_backward: terms, whether there are x0 and sums of columns, types.
 BEHIND_CROSSES = {
-    "1 term": (1, True, torch.bfloat16, E4M3),
-    "2 terms": (2, True, torch.bfloat16, E4M3),
-    "3 terms": (3, True, torch.bfloat16, E4M3),
-    "1 term e5m2": (1, False, torch.bfloat16, E5M2),
-    "3 terms float16": (3, True, torch.float16, E4M3),
+    "1 term": (1, True, True, torch.bfloat16, E4M3),
+    "2 terms": (2, True, True, torch.bfloat16, E4M3),
+    "3 terms": (3, True, True, torch.bfloat16, E4M3),
+    "1 term alone": (1, False, True, torch.bfloat16, E4M3),
+    "1 term e5m2": (1, True, False, torch.bfloat16, E5M2),
+    "3 terms float16": (3, True, True, torch.float16, E4M3),
 }
 
 
