@@ -173,40 +173,46 @@ class _Factors(NamedTuple):
 
 
 class _Readers(NamedTuple):
-    """All that reads a gradient.
+    """What reads a gradient in FP8, or its sums.
 
     Attributes:
-        to_input: The product that computes the gradient of a layer's input.
-        to_weight: That of the weight.
-        sums: Those of its columns, for a bias; one or none.
+        to_input: The products that compute gradients of layers' inputs; behind a cross one.
+        to_weight: Those of weights; behind a cross one.
+        sums: Those of its columns, for biases.
     """
 
-    to_input: fx.Node
-    to_weight: fx.Node
+    to_input: tuple[fx.Node, ...]
+    to_weight: tuple[fx.Node, ...]
     sums: tuple[fx.Node, ...]
+
+    @property
+    def grad(self) -> fx.Node:
+        """The gradient as a matrix."""
+        found = self.to_weight[0].args[0]
+        assert isinstance(found, fx.Node)
+        return found
 
     @property
     def first(self) -> fx.Node:
         """The first of them in the graph."""
-        every = (self.to_input, self.to_weight, *self.sums)
-        nodes: Iterable[fx.Node] = self.to_input.graph.nodes
+        every = {*self.to_input, *self.to_weight, *self.sums}
+        nodes: Iterable[fx.Node] = self.grad.graph.nodes
         return next(node for node in nodes if node in every)
 
 
 def quantize_behind_crosses(graph: fx.Graph) -> None:
-    """Let one op quantize what two products with a mark read, in a graph of both passes."""
-    marked: dict[fx.Node, list[fx.Node]] = {}
+    """Let one op quantize what products with a mark read, in a graph of both passes."""
+    marked: dict[tuple[fx.Node, bool], list[fx.Node]] = {}
     for node in graph.nodes:
         if node.target in _ROUTES and CROSSED in _route_of(node):
             grad: Any = node.args[0]
-            marked.setdefault(_root(grad), []).append(node)
-    for root, products in marked.items():
-        readers = _readers_of(root, products)
+            is_shared = crossed_kernel(_route_of(node)).startswith(SHARED)
+            marked.setdefault((_root(grad), is_shared), []).append(node)
+    for (root, is_shared), products in marked.items():
+        readers = _readers_of(root, products, is_shared)
         found = None
-        if readers is not None and crossed_kernel(_route_of(readers.to_weight)).startswith(SHARED):
-            found = _whole_of(readers)
-        elif readers is not None:
-            found = _factors_of(graph, root, readers)
+        if readers is not None:
+            found = _whole_of(readers) if is_shared else _factors_of(graph, root, readers)
         if readers is None or found is None:
             for product in products:
                 _multiply_as_usual(graph, product)
@@ -242,19 +248,37 @@ def _leaves(x: fx.Node) -> Iterator[fx.Node]:
             yield user
 
 
-def _readers_of(root: fx.Node, products: list[fx.Node]) -> _Readers | None:
-    """The readers of a gradient; None if they are not those of one layer behind a cross."""
+def _readers_of(root: fx.Node, products: list[fx.Node], is_shared: bool) -> _Readers | None:
+    """The readers of a gradient; None if they are not those of one layer behind a cross.
+
+    If it ``is_shared``, others may read it, too, and it may be that of several layers.
+    """
     to_input = [x for x in products if x.target is OPS.routed_gemm.default]
     to_weight = [x for x in products if x.target is OPS.weight_gradient.default]
-    sums = [x for x in dict.fromkeys(_leaves(root)) if x not in products]
-    if not (len(to_input) == len(to_weight) == 1 and len(sums) <= 1):
+    others = [x for x in dict.fromkeys(_leaves(root)) if x not in products]
+    sums = [x for x in others if _is_sum_of_columns(x)]
+    if not (to_input and to_weight and all(map(_is_usual, to_input))):
         return None
-    # With a weight that was quantized before, or a static scale, there is nothing more to read.
-    others = (*to_input[0].args[2:5], *to_input[0].args[6:])
-    is_usual = not any(others) and not to_input[0].kwargs and to_input[0].args[1] is not None
-    if not is_usual or not all(map(_is_sum_of_columns, sums)):
+    shapes = {_shape_of(x.args[0]) for x in (*products, *sums)}
+    if len(shapes) > 1 or len({x.meta["val"].dtype for x in sums}) > 1:
         return None
-    return _Readers(to_input[0], to_weight[0], tuple(sums))
+    if not is_shared and not (len(to_input) == len(to_weight) == 1 and len(others) == len(sums)):
+        return None
+    if len(sums) > 1 and not is_shared:
+        return None
+    return _Readers(tuple(to_input), tuple(to_weight), tuple(sums))
+
+
+def _is_usual(product: fx.Node) -> bool:
+    """Whether a product has nothing but a gradient and a weight that is not quantized yet."""
+    _, weight, data, scale, bias, _, *others = product.args
+    given = (data, scale, bias, *others)
+    return weight is not None and not any(given) and not product.kwargs
+
+
+def _shape_of(x: Any) -> torch.Size | None:
+    found = value(x)
+    return None if found is None else found.shape
 
 
 def _is_sum_of_columns(x: fx.Node) -> bool:
@@ -267,7 +291,7 @@ def _is_sum_of_columns(x: fx.Node) -> bool:
 
 def _whole_of(readers: _Readers) -> _Factors | None:
     """A gradient as one term; None if the op cannot read it."""
-    grad: Any = readers.to_weight.args[0]
+    grad = readers.grad
     of = value(grad)
     if (
         of is None
@@ -281,7 +305,7 @@ def _whole_of(readers: _Readers) -> _Factors | None:
 
 def _factors_of(graph: fx.Graph, root: fx.Node, readers: _Readers) -> _Factors | None:
     """The factors of a gradient; None if it is no product with the output's gradient."""
-    dz = value(readers.to_weight.args[0])
+    dz = value(readers.grad)
     if root.target is not aten.mul.Tensor or root.kwargs or dz is None:
         return None
     first, second = root.args
@@ -386,14 +410,14 @@ def _is_there(x: fx.Node) -> bool:
 
 def _quantize(graph: fx.Graph, found: _Factors, readers: _Readers) -> None:
     """Let one op quantize the gradient, and the products read what it writes."""
-    of = value(readers.to_weight.args[0])
+    of = value(readers.grad)
     assert of is not None
     sums, totals = "", list(readers.sums)
-    for total in readers.sums:
-        # Autograd copies a sum in bfloat16 for a bias in float32: that of the kernel is.
-        copies = [x for x in total.users if x.target is _CAST and x.args[1] is torch.float32]
-        is_copied = bool(copies) and len(copies) == len(total.users)
-        totals = copies if is_copied else totals
+    # Autograd copies a sum in bfloat16 for a bias in float32: that of the kernel is.
+    users = [x for total in totals for x in total.users]
+    if users and all(x.target is _CAST and x.args[1] is torch.float32 for x in users):
+        totals = users
+    if totals:
         sums = str(totals[0].meta["val"].dtype).removeprefix("torch.")
     with graph.inserting_before(readers.first):
         *terms, x0 = (
@@ -404,21 +428,21 @@ def _quantize(graph: fx.Graph, found: _Factors, readers: _Readers) -> None:
         made = add(graph, OPS.crossed_gradient.default, terms, x0, sums)
         parts = [add(graph, operator.getitem, made, place) for place in range(5)]
     data, scale, turned, turned_scale, found_sums = parts
-    names = (crossed_kernel(_route_of(x)).removeprefix(SHARED) for x in readers[:2])
-    to_input, to_weight = map(_route, names)
-    with graph.inserting_before(readers.to_input):
-        weight, op = readers.to_input.args[1], OPS.routed_gemm.default
-        product = add(graph, op, None, weight, None, None, None, to_input, data, scale)
-        replace(readers.to_input, product)
-    with graph.inserting_before(readers.to_weight):
-        x, op = readers.to_weight.args[1], OPS.quantized_weight_gradient.default
-        replace(readers.to_weight, add(graph, op, turned, turned_scale, x, to_weight, False))
+    for product in readers.to_input:
+        with graph.inserting_before(product):
+            given = (None, product.args[1], None, None, None, _kernel_of(product), data, scale)
+            replace(product, add(graph, OPS.routed_gemm.default, *given))
+    for product in readers.to_weight:
+        with graph.inserting_before(product):
+            more = (turned, turned_scale, product.args[1], _kernel_of(product), False)
+            replace(product, add(graph, OPS.quantized_weight_gradient.default, *more))
     for total in totals:
         total.replace_all_uses_with(found_sums)
 
 
-def _route(kernel: str) -> str:
-    """The route of a kernel at every m."""
+def _kernel_of(product: fx.Node) -> str:
+    """The route of the kernel in a mark, at every m."""
+    kernel = crossed_kernel(_route_of(product)).removeprefix(SHARED)
     load_kernels()
     return route_text(kernel_named(kernel).b_granularity, [(0, kernel)], [(0, kernel)])
 

@@ -25,6 +25,7 @@ from lokakern.nn.linear import Linear, described
 from lokakern.nn.routed_matmul import (
     OPS,
     PLAIN,
+    SHARED,
     crossed,
     crossed_kernel,
     delayed,
@@ -282,6 +283,31 @@ def test_gradients_behind_crosses_are_quantized_by_one_op(
     assert not any("sum.dim_IntList" in name for name in called)
     for one, right in zip(found, exact(model, x), strict=True):
         assert one.dtype is BF16 and distance(one, right) < E4M3_ERROR * count**0.5
+
+
+SHARING = behind_cross("", [(M, (SHARED + BLOCK_KERNEL, SHARED + GROUP_KERNEL))])
+
+
+def two_layers(model: Crosses, x: Tensor) -> Tensor:
+    """Both have one gradient, which something else reads, too."""
+    return model.z(x) + model.z(x, 1) + x
+
+
+def one_layer_of_a_cross(model: Crosses, x: Tensor) -> Tensor:
+    return x.sin() * model.z(x)
+
+
+@pytest.mark.parametrize("form", [SHARING, SUMS + SHARING])
+@pytest.mark.parametrize(("read", "layers"), [(two_layers, 2), (one_layer_of_a_cross, 1)])
+def test_a_gradient_that_products_share_is_quantized_once(
+    read: Read, layers: int, form: str
+) -> None:
+    model, x = Crosses(layers, read, form), input_of()
+    found, text, called = run(model, x)
+    assert terms_in(text) == [1] and text.count(WEIGHT_OP) == layers
+    assert not any("sum.dim_IntList" in name or "bias_gradient" in name for name in called)
+    for one, right in zip(found, exact(model, x), strict=True):
+        assert one.dtype is BF16 and distance(one, right) < E4M3_ERROR
 
 
 def test_compiled_gradients_are_those_of_the_ops() -> None:
