@@ -255,12 +255,15 @@ def _readers_of(root: fx.Node, products: list[fx.Node], is_shared: bool) -> _Rea
     """
     to_input = [x for x in products if x.target is OPS.routed_gemm.default]
     to_weight = [x for x in products if x.target is OPS.weight_gradient.default]
-    others = [x for x in dict.fromkeys(_leaves(root)) if x not in products]
-    sums = [x for x in others if _is_sum_of_columns(x)]
+    shapes = {_shape_of(x.args[0]) for x in products}
+    shape = next(iter(shapes))
     if not (to_input and to_weight and all(map(_is_usual, to_input))):
         return None
-    shapes = {_shape_of(x.args[0]) for x in (*products, *sums)}
-    if len(shapes) > 1 or len({x.meta["val"].dtype for x in sums}) > 1:
+    if len(shapes) > 1 or shape is None:
+        return None
+    others = [x for x in dict.fromkeys(_leaves(root)) if x not in products]
+    sums = [x for x in others if _is_sum_of_columns(x, shape[1])]
+    if len({x.meta["val"].dtype for x in sums}) > 1:
         return None
     if not is_shared and not (len(to_input) == len(to_weight) == 1 and len(others) == len(sums)):
         return None
@@ -281,12 +284,14 @@ def _shape_of(x: Any) -> torch.Size | None:
     return None if found is None else found.shape
 
 
-def _is_sum_of_columns(x: fx.Node) -> bool:
+def _is_sum_of_columns(x: fx.Node, columns: int) -> bool:
+    """Whether a node is the sums of so many columns: a reshape may have others."""
+    of = value(x)
+    if of is None or of.shape != (columns,) or of.dtype not in _SUMS.values():
+        return False
     if x.target is OPS.bias_gradient.default:
         return True
-    of = value(x)
-    is_vector = of is not None and of.dim() == 1 and of.dtype in _SUMS.values()
-    return x.target is aten.sum.dim_IntList and is_vector and x.args[1] in ([0], [-2])
+    return x.target is aten.sum.dim_IntList and x.args[1] in ([0], [-2])
 
 
 def _whole_of(readers: _Readers) -> _Factors | None:
@@ -362,7 +367,8 @@ def _copied(x: fx.Node) -> list[fx.Node]:
         if dims and x.target in RESHAPES:
             break
         if x.target is aten.permute.default:
-            places: Any = x.args[1]
+            given: Any = x.args[1]
+            places = [dim % of.dim() for dim in given]  # graphs keep negative ones
             dims = [places[dim] for dim in dims or range(of.dim())]
             dims = [] if dims == sorted(dims) else dims
         if not dims:

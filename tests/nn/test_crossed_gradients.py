@@ -451,6 +451,29 @@ def turned(model: Crosses, x: Tensor) -> Tensor:
     return crossed_all(model, x).t().contiguous()
 
 
+def turned_by_negative_axes(model: Crosses, x: Tensor) -> Tensor:
+    """Of x0 as it lies in memory, rows are its columns."""
+    return x + x * 0.5 + x.t().contiguous().permute(-1, 0) * model.z(x)
+
+
+class _OfHalfRows(torch.autograd.Function):
+    """A vector that is added to each half of a row."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, vector: Tensor) -> Tensor:
+        return (z.view(-1, N // 2) + vector).view(z.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, grad.view(-1, N // 2).sum(0)
+
+
+def with_a_sum_of_half_rows(model: Crosses, x: Tensor) -> Tensor:
+    vector = model.downs[0].weight.flatten()[: N // 2]  # type: ignore[operator, index]
+    z: Tensor = _OfHalfRows.apply(model.z(x), vector)  # type: ignore[no-untyped-call]
+    return x * z + x
+
+
 def read_as_it_is(model: Crosses, x: Tensor) -> Tensor:
     z = model.z(x)
     return torch.cat([x * (z + x.cos()), z], 1)
@@ -458,7 +481,7 @@ def read_as_it_is(model: Crosses, x: Tensor) -> Tensor:
 
 CASES = [
     read_by_a_kernel, broadcast, by_a_number, without_a_product, behind_an_activation,
-    with_another_reader, turned, read_as_it_is,
+    with_another_reader, turned, turned_by_negative_axes, read_as_it_is,
 ]  # fmt: skip
 
 
@@ -479,6 +502,15 @@ def test_other_graphs_are_as_without_the_form(read: Read, routes: tuple[str, str
         one is other if one is None else torch.equal(one, other)
         for one, other in zip(mine, theirs, strict=True)
     )
+
+
+def test_sums_of_other_columns_are_left() -> None:
+    found = [
+        run(Crosses(1, with_a_sum_of_half_rows, form, bias=False), input_of())
+        for form in (FORM, "")
+    ]
+    assert OP not in found[0][1]
+    assert all(torch.equal(*pair) for pair in zip(found[0][0], found[1][0], strict=True))
 
 
 @pytest.mark.parametrize("m", [M + 16, 4 * M])
