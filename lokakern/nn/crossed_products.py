@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from lokakern.device import current_device
 from lokakern.native import recorded_op
 from lokakern.nn import routed_matmul
-from lokakern.nn.graph_edit import RESHAPES, add, behind_gradients, replace, value
+from lokakern.nn.graph_edit import RESHAPES, add, behind_gradients, is_recomputed, replace, value
 from lokakern.problems import make_problem
 from lokakern.quantized_tensor import ROW_BYTES
 from lokakern.registry.register import KERNELS, Kernel
@@ -169,8 +169,10 @@ def _takes(cross: _Cross) -> bool:
     """Whether a kernel for crosses runs instead of the product's at its size, and is faster."""
     a, _, _, _, bias, route, *others = cross.product.args
     is_usual = not any(others) and not any(cross.product.kwargs.values())
+    if not is_usual or not isinstance(route, str):
+        return False
     # What a checkpoint computes again is not kept.
-    if not is_usual or not isinstance(route, str) or "recompute" in cross.product.meta:
+    if is_recomputed(cross.product, *cross.views, cross.scaled, cross.sum):
         return False
     values = [value(y) for y in (a, cross.product, cross.x0, cross.x, cross.scaled, cross.sum)]
     if any(y is None for y in values) or is_checked(route) or routed_matmul.has_switch(route):
@@ -197,7 +199,7 @@ def _takes(cross: _Cross) -> bool:
 
 def _lies_in_rows(x: Tensor, z: Tensor) -> bool:
     """Whether rows as long as those of z are contiguous, and start at multiples of 16 bytes."""
-    if x.shape == z.shape and x.stride(1) == 1:
+    if x.shape == z.shape and x.stride(1) == 1 and x.stride(0) >= z.shape[1]:  # not expanded
         return x.stride(0) * x.element_size() % ROW_BYTES == 0
     return x.is_contiguous()
 

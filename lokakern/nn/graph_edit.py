@@ -84,6 +84,11 @@ def readers(x: fx.Node) -> list[fx.Node]:
     return found
 
 
+def is_recomputed(*nodes: fx.Node) -> bool:
+    """Whether a checkpoint computes one of them again in the backward pass."""
+    return any("recompute" in x.meta for x in nodes)
+
+
 def behind_gradients(graph: fx.Graph) -> set[fx.Node]:
     """What is computed from gradients of the outputs, not in the forward pass."""
     found: set[fx.Node] = set()

@@ -15,7 +15,7 @@ from torch import fx
 
 from lokakern.device import current_device
 from lokakern.nn import routed_matmul
-from lokakern.nn.graph_edit import RESHAPES, add, is_written, replace, value
+from lokakern.nn.graph_edit import RESHAPES, add, is_recomputed, is_written, replace, value
 from lokakern.problems import make_problem
 from lokakern.registry.register import KERNELS
 from lokakern.sampled_check import is_checked
@@ -35,7 +35,7 @@ def rectify_in_products(graph: fx.Graph) -> None:
         last = next(iter(shaped.users), None)
         if last is None or last.target is not aten.relu.default or len(shaped.users) > 1:
             continue
-        if not (is_written(last) and _takes(product)):
+        if is_recomputed(product, shaped, last) or not (is_written(last) and _takes(product)):
             continue
         with graph.inserting_before(product):
             op = torch.ops.lokakern.rectified_product.default
@@ -52,7 +52,7 @@ def _takes(product: fx.Node) -> bool:
     """Whether the kernel of a product at its size is a GEMM of ours with a relu."""
     a, _, _, _, bias, route, *others = product.args
     is_usual = not any(others) and not any(product.kwargs.values())
-    if not is_usual or not isinstance(route, str) or "recompute" in product.meta:
+    if not is_usual or not isinstance(route, str):
         return False
     left, out = value(a), value(product)
     if left is None or out is None or is_checked(route) or routed_matmul.has_switch(route):

@@ -177,6 +177,7 @@ OTHERS: dict[str, Read] = {
     "a factor whose rows start anywhere": lambda model, x: (
         torch.nn.functional.pad(x, (0, 1))[:, :N] * model.up(x) + x
     ),
+    "a factor of one row": lambda model, x: x[0].expand(M, N) * model.up(x) + x,
     "a difference": lambda model, x: x * model.up(x) - x,
     "twice the term": lambda model, x: torch.add(x * model.up(x), x, alpha=2),
     "a number": lambda model, x: x * model.up(x) + 1.0,
@@ -243,7 +244,16 @@ def test_what_a_checkpoint_computes_again_is_left() -> None:
         y: Tensor = torch.utils.checkpoint.checkpoint(model.crosses, x, use_reentrant=False)
         return y
 
-    assert OP not in text_of(Model(read))
+    def behind(model: Model, x: Tensor) -> Tensor:
+        """The product before it is not computed again."""
+        z = model.up(x)
+        y: Tensor = torch.utils.checkpoint.checkpoint(
+            lambda x, z: (x * z + x).sin(), x, z, use_reentrant=False
+        )
+        return y
+
+    for model in (Model(read), Model(behind)):
+        assert OP not in text_of(model)
 
 
 def test_rows_of_any_number_are_left() -> None:

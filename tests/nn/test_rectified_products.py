@@ -202,6 +202,19 @@ def test_in_training_a_relu_that_only_compilers_read_is_left() -> None:
     assert OP not in steps(lambda x: F.silu(first(x)) @ WEIGHT, leaves)[1]
 
 
+def test_in_training_a_relu_that_a_checkpoint_computes_again_is_left() -> None:
+    """Else it would compute the product before it again."""
+    first, second = layer_of(ROUTES, N, K), layer_of(ROUTES, K, N)
+
+    def run(x: Tensor) -> Tensor:
+        y: Tensor = torch.utils.checkpoint.checkpoint(
+            lambda z: second(F.relu(z)), first(x), use_reentrant=False
+        )
+        return y
+
+    assert OP not in steps(run, [rows().requires_grad_(), first.weight])[1]
+
+
 def test_generated_code_quantizes_an_operand_once() -> None:
     """In the kernel that computes it, for products with and without an activation."""
     first, second = layer(), layer()
