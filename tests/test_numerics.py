@@ -386,6 +386,24 @@ def test_dequantize_multiplies(form: Format, granularity: Granularity) -> None:
     np.testing.assert_array_equal(numerics.dequantize(turned, torch.float64).numpy(), exact.T)
 
 
+@pytest.mark.parametrize(("columns", "padding"), [(512, 0), (513, 3), (385, 0), (128, 3)])
+def test_scales_of_blocks_are_filled_only_where_they_have_padding(
+    columns: int, padding: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled = []
+
+    def zeros(shape: tuple[int, int], **options: Any) -> torch.Tensor:
+        filled.append(shape)
+        return torch.empty(shape, **options).fill_(0.0)
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    scale = Granularity.BLOCK.empty_scale(256, columns, torch.device("cpu"))
+    assert bool(filled) is bool(padding) and Granularity.BLOCK.lays_out(scale)
+    assert scale.stride(0) - scale.shape[1] == padding
+    whole = scale.as_strided((2, scale.stride(0)), scale.stride())
+    assert not whole[:, scale.shape[1] :].any()
+
+
 def test_dequantize_takes_an_unquantized_prepared_weight() -> None:
     weight = torch.tensor([[1.0, 2.0, 3.0]], dtype=torch.bfloat16)
     plain = QuantizedTensor(weight, None, Granularity.NONE, transposed=True)
