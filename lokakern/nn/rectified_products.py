@@ -4,8 +4,8 @@ Where a library or a kernel of ours reads ``relu(a @ b + bias)``, Inductor write
 its own, which reads the product and writes as much again: 25 us of an H200 at 8192 x 2048, where
 the product over k = 512 takes 20. The FP8 GEMMs of this library have the relu in their epilogue.
 Where only Inductor's kernels read it, such as those that quantize, they compute it as they load the
-product, and it is left to them. In training the gradient of the next weight reads it, too. Left are
-silu, whose exponential takes the epilogue longer, 35 us, and whose gradient needs the product.
+product, and it is left to them. In training the gradient of the next weight reads it, too. Silu is
+left alone: its exponential takes the epilogue 35 us more, and its gradient needs the product.
 """
 
 from __future__ import annotations

@@ -469,7 +469,7 @@ class _OfHalfRows(torch.autograd.Function):
 
 
 def with_a_sum_of_half_rows(model: Crosses, x: Tensor) -> Tensor:
-    vector = model.downs[0].weight.flatten()[: N // 2]  # type: ignore[operator, index]
+    vector = model.downs[0].weight.flatten()[: N // 2]  # type: ignore[operator]
     z: Tensor = _OfHalfRows.apply(model.z(x), vector)  # type: ignore[no-untyped-call]
     return x * z + x
 
@@ -502,6 +502,27 @@ def test_other_graphs_are_as_without_the_form(read: Read, routes: tuple[str, str
         one is other if one is None else torch.equal(one, other)
         for one, other in zip(mine, theirs, strict=True)
     )
+
+
+class _OfTwoLayers(Crosses):
+    """One gradient, of which a layer reads rows, and another one halves of rows."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__(2, form=form, bias=False)
+        self.ups[1] = layer_of(PLAIN_ROUTES, N // 2, RANK, False, BF16)
+        self.ups[1].take_form(form)  # type: ignore[operator]
+        self.ups[0].weight.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        halves = self.downs[1](x).detach().repeat(2, 1)
+        return x * (self.z(x) + self.ups[1](halves).view(M, N)) + x  # type: ignore[no-any-return]
+
+
+def test_products_that_read_other_rows_of_a_gradient_are_left() -> None:
+    found = [run(_OfTwoLayers(form), input_of()) for form in (FORM, "")]
+    assert OP not in found[0][1]
+    for one, other in zip(found[0][0], found[1][0], strict=True):
+        assert one is other if one is None else torch.equal(one, other)
 
 
 def test_sums_of_other_columns_are_left() -> None:
