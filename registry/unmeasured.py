@@ -24,10 +24,7 @@ UNMEASURED: dict[tuple[str, str], str] = {
 }
 # Kernels that are new, by kernel and architecture: the reason. They need neither a time nor a test
 # result there; an entry goes when the kernel was timed and tested.
-NEW_KERNELS: dict[tuple[str, str], str] = {
-    (f"{language}.cross_backward", "sm_90"): "measured on an NVIDIA H200, not shipped yet"
-    for language in ("cuda", "torch")
-}
+NEW_KERNELS: dict[tuple[str, str], str] = {}
 # Ops that are new, by architecture, and why: not all of their kernels need have a time or a test
 # result there. An entry goes when all were timed and tested.
 NEW_OPS: dict[tuple[str, str], str] = {}
