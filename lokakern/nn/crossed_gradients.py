@@ -199,6 +199,12 @@ class _Readers(NamedTuple):
         nodes: Iterable[fx.Node] = self.grad.graph.nodes
         return next(node for node in nodes if node in every)
 
+    @property
+    def before(self) -> set[fx.Node]:
+        """The nodes before that one."""
+        first = self.first
+        return set(itertools.takewhile(lambda node: node is not first, first.graph.nodes))
+
 
 def quantize_behind_crosses(graph: fx.Graph) -> None:
     """Let one op quantize what products with a mark read, in a graph of both passes."""
@@ -295,17 +301,15 @@ def _is_sum_of_columns(x: fx.Node, columns: int) -> bool:
 
 
 def _whole_of(readers: _Readers) -> _Factors | None:
-    """A gradient as one term; None if the op cannot read it."""
-    grad = readers.grad
-    of = value(grad)
-    if (
-        of is None
-        or of.dtype is not BF16
-        or of.shape[1] % CHUNK
-        or not _is_read_so(grad, *of.shape)
-    ):
-        return None
-    return _Factors((grad,), None)
+    """A gradient as one term; None if the op cannot read it, or not before its first reader."""
+    before = readers.before
+    for product in (*readers.to_weight, *readers.to_input):
+        grad: Any = product.args[0]
+        of = grad.meta["val"]
+        is_fit = grad in before and of.dtype is BF16 and of.shape[1] % CHUNK == 0
+        if is_fit and _is_read_so(grad, *of.shape):
+            return _Factors((grad,), None)
+    return None
 
 
 def _factors_of(graph: fx.Graph, root: fx.Node, readers: _Readers) -> _Factors | None:
@@ -323,8 +327,7 @@ def _factors_of(graph: fx.Graph, root: fx.Node, readers: _Readers) -> _Factors |
     if dz.dtype is not BF16 or n % CHUNK:
         return None
     grad, x0 = (first, second) if first in behind else (second, first)
-    first_reader = readers.first
-    before = set(itertools.takewhile(lambda node: node is not first_reader, graph.nodes))
+    before = readers.before
 
     def given(x: fx.Node) -> list[fx.Node]:
         return [y for y in _halves(x) if y in before and _is_read_so(y, m, n)]

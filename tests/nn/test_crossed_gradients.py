@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
 
@@ -20,7 +20,8 @@ from lokakern.nn.compiled_form import (
     crossed_plan,
     kernels_behind_cross,
 )
-from lokakern.nn.crossed_gradients import crossed_gradient
+from lokakern.nn.crossed_gradients import crossed_gradient, quantize_behind_crosses
+from lokakern.nn.graph_edit import add
 from lokakern.nn.linear import Linear, described
 from lokakern.nn.routed_matmul import (
     OPS,
@@ -308,6 +309,30 @@ def test_a_gradient_that_products_share_is_quantized_once(
     assert not any("sum.dim_IntList" in name or "bias_gradient" in name for name in called)
     for one, right in zip(found, exact(model, x), strict=True):
         assert one.dtype is BF16 and distance(one, right) < E4M3_ERROR
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_gradient_is_quantized_before_all_that_read_it(place: int) -> None:
+    """A sum may read another view, which is there before that of the products."""
+    graph = fx.Graph()
+    operands = []
+    for name, shape in (("tangents_1", (M, N)), ("x", (M, RANK)), ("w", (N, RANK))):
+        operands.append(graph.placeholder(name))
+        operands[-1].meta["val"] = torch.zeros(shape, dtype=BF16)
+    grad, x, w = operands
+    views = [add(graph, torch.ops.aten.view.default, grad, [M, N]) for _ in range(2)]
+    sums = add(graph, torch.ops.aten.sum.dim_IntList, views[0], [0])
+    views.append(add(graph, torch.ops.aten.view.default, grad, [M, N]))
+    read = views[place + 1]
+    routes = (crossed("", SHARED + name) for name in (GROUP_KERNEL, BLOCK_KERNEL))
+    dw = add(graph, OPS.weight_gradient.default, read, x, next(routes))
+    dx = add(graph, OPS.routed_gemm.default, read, w, None, None, None, next(routes))
+    graph.output((sums, dw, dx))
+    quantize_behind_crosses(graph)
+    graph.lint()
+    called = [str(node.target) for node in graph.nodes]
+    assert any(OP in name for name in called) is (place == 0)
+    assert any("aten.mm" in name for name in called) is (place == 1)
 
 
 def test_compiled_gradients_are_those_of_the_ops() -> None:
