@@ -7,7 +7,8 @@ bytes; x0, x, d: [m, n], bfloat16, rows that start at multiples of 16 bytes.
 
 `cuda.gemm_norm_row` computes the same for any norm and epilogue; this kernel is for the case in
 which the bytes of x0, x and d take longer than the product. In training it also writes what x0 is
-multiplied by, rounded to the dtype of d, because the gradient of x0 needs it.
+multiplied by, rounded to the dtype of d, because the gradient of x0 needs it. Where x0 and x are
+one matrix, as in DCN's first cross, a program of its own reads it once.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 from lokakern import jit, nvrtc
 from lokakern.driver import CudaLaunch, TensorMap, tensor_map
 from lokakern.kernels.cuda import tiles
-from lokakern.kernels.cuda.tiles import DEPTH, ROWS, Kind, Tile, depth_of, grid_of, scale_rows
+from lokakern.kernels.cuda.tiles import DEPTH, ROWS, Kind, Tile, depth_of, scale_rows
 from lokakern.registry.register import PROMOTED_KERNEL_ERR_BOUND, register
 from lokakern.types import (
     ACCEPTED,
@@ -40,11 +41,30 @@ from lokakern.types import (
 
 SOURCE = str(Path(__file__).with_suffix(".cu"))
 PIECE_COLUMNS = 64  # of x0 and x that one bulk copy moves, of 64 rows
-SLOT_BYTES = 2 * ROWS * PIECE_COLUMNS * 2
+PIECE_BYTES = ROWS * PIECE_COLUMNS * 2
 STORED_ROWS = 16  # of a bulk copy of the output: a warp's, which waits for no other
 FEWEST_STAGES = 3  # of a's, where b stays in shared memory
+ENOUGH_STAGES = 4  # of operands; more of them gain less than slots do
+# Tiles of both warpgroups that a block could have written while it loads its columns of b. At 8192
+# x 123200 x 512, 963 blocks of 64 such tiles took 1916 us of an H200, twice as many of 32 1856.
+STEPS_OF_A_START = 1
 _TYPES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 _MOST_MAPS = 1024
+
+
+class Slots(NamedTuple):
+    """Of x0 and x; the macros of gemm_cross.cu explain both."""
+
+    count: int
+    lag: int
+
+
+# The first that leave enough stages, of two matrices and of one. At 8192 x 15360 x 512 on an H200,
+# which keeps the product, two take 220 us and one 204, with the last of these 241 and 223.
+SLOTS = {
+    False: (Slots(3, 1), Slots(2, 0)),
+    True: (Slots(4, 1), Slots(3, 1), Slots(2, 0)),
+}
 
 
 class Plan(NamedTuple):
@@ -56,31 +76,54 @@ class Plan(NamedTuple):
     maps: dict[tuple[int, ...], tuple[TensorMap, ...]]
 
 
-def macros_of(n: int, k: int, tile: Tile, kind: Kind, keeps: bool = False) -> dict[str, int | str]:
+def macros_of(
+    n: int, k: int, tile: Tile, kind: Kind, keeps: bool = False, is_one: bool = False,
+    slots: Slots | None = None,
+) -> dict[str, int | str]:  # fmt: skip
     """All macros, with as many stages as shared memory holds.
 
+    Args:
+        n: Columns of the output.
+        k: Summed up.
+        tile: Its tile.
+        kind: What is computed.
+        keeps: Whether the product is written, too.
+        is_one: Whether x0 is x.
+        slots: None: the first of `SLOTS` that leave enough stages, else the last.
+
     Raises:
-        ValueError: It does not hold two.
+        ValueError: Shared memory does not hold two stages.
     """
+    for tried in SLOTS[is_one] if slots is None else (slots,):
+        stages, shared = _room(n, k, tile, kind, keeps, is_one, tried)
+        if stages >= ENOUGH_STAGES:
+            break
+    if stages < 2:
+        raise ValueError(f"{tile} does not fit n={n} k={k}: {stages} stages")
     macros = tiles.macros_of(n, k, tile, kind)
+    kept = ("N", "K", "BLOCK_N", "WARPGROUPS", "RESIDENT", "PARTS", "DOUBLE", "BAND", "SCALES",
+            "BATCH", "A_TYPE", "B_TYPE", "A_SLICES", "A_ENDS", "TENSOR_SCALES", "ROW_SCALES",
+            "BIAS")  # fmt: skip
+    return {
+        **{name: macros[name] for name in kept}, "STAGES": stages, "KEEPS": int(keeps),
+        "SAME": int(is_one), "SLOTS": tried.count, "LAG": tried.lag, "SHARED_BYTES": shared,
+    }  # fmt: skip
+
+
+def _room(
+    n: int, k: int, tile: Tile, kind: Kind, keeps: bool, is_one: bool, slots: Slots
+) -> tuple[int, int]:
+    """Stages of each ring that shared memory holds beside slots, and its bytes with them."""
     steps, depth = -(-k // DEPTH), depth_of(k)
     stage = tile.height * depth + (0 if tile.resident else tile.block_n * depth) + 16
     stage += scale_rows(tile, kind) * 4 if kind.in_mainloop else 0
     fixed = steps * (tile.block_n * depth + 8) if tile.resident else 0
-    fixed += tile.warpgroups * (tile.block_n // PIECE_COLUMNS) * (SLOT_BYTES + 16)
+    pieces = slots.count * (2 - is_one) + (slots.lag + 1) * (keeps and is_one)
+    fixed += tile.warpgroups * (pieces * PIECE_BYTES + slots.count * 16)
     fixed += tile.warpgroups * tile.block_n * 4 * ((kind.scales == "row") + (kind.bias_bytes > 0))
     fixed += 64  # what lies at multiples of 16 bytes
     stages = min(tiles.MOST_STAGES, (tiles.SHARED_BYTES - fixed) // (tile.pipelines * stage))
-    if stages < 2:
-        raise ValueError(f"{tile} does not fit n={n} k={k}: {stages} stages")
-    kept = ("N", "K", "BLOCK_N", "WARPGROUPS", "RESIDENT", "PARTS", "DOUBLE", "BAND", "SCALES",
-            "BATCH", "A_TYPE", "B_TYPE", "A_SLICES", "A_ENDS", "TENSOR_SCALES", "ROW_SCALES",
-            "BIAS")  # fmt: skip
-    shared = fixed + tile.pipelines * stages * stage
-    return {
-        **{name: macros[name] for name in kept}, "STAGES": stages, "KEEPS": int(keeps),
-        "SHARED_BYTES": -(-shared // 16) * 16,
-    }  # fmt: skip
+    return stages, -(-(fixed + tile.pipelines * stages * stage) // 16) * 16
 
 
 def tile_for(n: int, k: int, kind: Kind) -> Tile:
@@ -94,9 +137,11 @@ def tile_for(n: int, k: int, kind: Kind) -> Tile:
 
 
 @functools.lru_cache(maxsize=4096)
-def bind(n: int, k: int, tile: Tile, kind: Kind, keeps: bool = False) -> CudaLaunch:
-    """The launch of one signature, which ``keeps`` the product or does not."""
-    macros = macros_of(n, k, tile, kind, keeps)
+def bind(
+    n: int, k: int, tile: Tile, kind: Kind, keeps: bool = False, is_one: bool = False
+) -> CudaLaunch:
+    """The launch of one signature; arguments are those of `macros_of`."""
+    macros = macros_of(n, k, tile, kind, keeps, is_one)
     program = nvrtc.Program(SOURCE, "gemm_cross", tuple(macros.items()))
     by_block = kind.scales == "block"
     return CudaLaunch(
@@ -107,15 +152,31 @@ def bind(n: int, k: int, tile: Tile, kind: Kind, keeps: bool = False) -> CudaLau
 
 
 def make_plan(
-    m: int, n: int, k: int, kind: Kind, tile: Tile, sms: int, keeps: bool = False
-) -> Plan:
+    m: int, n: int, k: int, kind: Kind, tile: Tile, sms: int, keeps: bool = False,
+    is_one: bool = False,
+) -> Plan:  # fmt: skip
     """What a launch with a given tile needs."""
-    return Plan(bind(n, k, tile, kind, keeps), tile, (grid_of(tile, m, n, 1, sms), 1, 1), {})
+    launch = bind(n, k, tile, kind, keeps, is_one)
+    return Plan(launch, tile, (_grid_of(tile, m, n, sms), 1, 1), {})
+
+
+def _grid_of(tile: Tile, m: int, n: int, sms: int) -> int:
+    """Blocks of a launch: some columns more than once, where the last wave is better filled."""
+    blocks = tiles.grid_of(tile, m, n, 1, sms)
+    tiles_n, rounds = -(-n // tile.block_n), -(-m // (tile.height * tile.warpgroups))
+    if not tile.resident or tiles_n <= sms:
+        return blocks
+
+    def steps(lanes: int) -> int:
+        return -(-tiles_n * lanes // sms) * (-(-rounds // lanes) + STEPS_OF_A_START)
+
+    return tiles_n * min(range(1, min(4, rounds) + 1), key=steps)
 
 
 @jit.cached
-def _plan(m: int, n: int, k: int, kind: Kind, device: int, keeps: bool) -> Plan:
-    return make_plan(m, n, k, kind, tile_for(n, k, kind), jit.compute_units(device), keeps)
+def _plan(m: int, n: int, k: int, kind: Kind, device: int, keeps: bool, is_one: bool) -> Plan:
+    tile = tile_for(n, k, kind)
+    return make_plan(m, n, k, kind, tile, jit.compute_units(device), keeps, is_one)
 
 
 def _launch(
@@ -134,7 +195,10 @@ def _launch(
         a_type=_TYPES[a.data.dtype], b_type=_TYPES[b.data.dtype],
     )  # fmt: skip
     m, k = a.data.shape
-    plan = _plan(m, len(b.data), k, kind, out.get_device(), kept is not None)
+    x0, x = epilogue.x0, epilogue.x
+    assert x0 is not None and x is not None  # the problem's epilogue says so
+    is_one = x0 is x or (0 != x0.data_ptr() == x.data_ptr() and x0.stride(0) == x.stride(0))
+    plan = _plan(m, len(b.data), k, kind, out.get_device(), kept is not None, is_one)
     run(plan, kind, a, b, out, epilogue, kept)
 
 

@@ -181,6 +181,19 @@ def test_a_product_that_is_kept_takes_no_more_shared_memory(scales: str) -> None
     assert gemm_cross.macros_of(3456, 512, tile, kind, True) == {**plain, "KEEPS": 1}
 
 
+def test_columns_are_shared_by_blocks_where_that_fills_the_last_wave() -> None:
+    kind, plan = Kind("row"), gemm_cross.make_plan
+    for n, m, blocks in (
+        (123200, 8192, 2 * 963),  # 7.3 waves of 132
+        (132 * 128, 8192, 132),
+        (133 * 128, 8192, 4 * 133),  # else one block would run alone
+        (123200, 64, 963),  # one tile of each
+        (3456, 8192, 4 * 27),
+    ):
+        tile = gemm_cross.tile_for(n, 512, kind)
+        assert plan(m, n, 512, kind, tile, 132).grid == (blocks, 1, 1), (n, m)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scales", gemm_cross.SCALES)
 def test_a_product_is_kept_by_a_program_of_its_own(scales: str, dtype: torch.dtype) -> None:
@@ -196,10 +209,11 @@ def test_a_product_is_kept_by_a_program_of_its_own(scales: str, dtype: torch.dty
     with jit.record(H200) as found:
         kernel.launch(left, right.t(), out, NormEpilogue(x0=x0, x=x), ())
         kernel.launch(left, right.t(), out, NormEpilogue(x0=x0, x=x), (), kept)
-    plain, keeping = found.jobs.values()
-    assert isinstance(plain, Program) and isinstance(keeping, Program)
+        kernel.launch(left, right.t(), out, NormEpilogue(x0=x, x=x), (), kept)
+    plain, keeping, of_one = (x for x in found.jobs.values() if isinstance(x, Program))
     assert dict(keeping.macros) == {**dict(plain.macros), "KEEPS": 1}
-    assert plain.source == keeping.source
+    assert (dict(keeping.macros)["SAME"], dict(of_one.macros)["SAME"]) == (0, 1)
+    assert plain.source == keeping.source == of_one.source
     assert ("half_" in keeping.source) is (dtype is torch.float16)
 
 
@@ -222,6 +236,9 @@ def test_what_is_kept_is_the_product_rounded_and_the_cross_is_as_without(
         product = torch.full((m, n), math.nan, dtype=dtype, device="cuda")
         scratch = plain.workspace(left.data, left.scale, *right.transpose, None, None)
         plain.launch(left.data, left.scale, *right.transpose, product, vector, scratch)
+        apart = NormEpilogue(bias=vector, x0=term.clone(), x=term)
+        crossed = torch.empty((m, n), dtype=dtype, device="cuda")
+        kernel.launch(left, right, crossed, apart, ())
         for factor in (x0, term):
             epilogue = NormEpilogue(bias=vector, x0=factor, x=term)
             outputs = torch.full((3, m + 1, n), 7.0, dtype=dtype, device="cuda")
@@ -229,6 +246,8 @@ def test_what_is_kept_is_the_product_rounded_and_the_cross_is_as_without(
             kernel.launch(left, right, expected, epilogue, ())
             kernel.launch(left, right, found, epilogue, (), kept)
             assert torch.equal(found.view(torch.int16), expected.view(torch.int16)), (m, n, k)
+            if factor is term:  # one matrix, which is read once
+                assert torch.equal(found.view(torch.int16), crossed.view(torch.int16)), (m, n, k)
             # Compilers contract a scale and a bias in one of both kernels: a sum rounds otherwise.
             steps = (kept.view(torch.int16).int() - product.view(torch.int16).int()).abs()
             assert int(steps.max()) <= 1 and float((steps > 0).float().mean()) < 0.01, (m, n, k)

@@ -98,8 +98,8 @@ def crosses() -> Iterator[tuple[str, Program]]:
     for scales in gemm_cross.SCALES:
         for (n, k), bias_bytes in zip(CROSSES, (4, 0, 2, 2), strict=True):
             kind = Kind(scales, bias_bytes=bias_bytes)
-            for keeps, words in ((False, ""), (True, " keeps")):
-                bound = gemm_cross.bind(n, k, gemm_cross.tile_for(n, k, kind), kind, keeps)
+            for words, told in (("", ()), (" keeps", (True,)), (" keeps, of one", (True, True))):
+                bound = gemm_cross.bind(n, k, gemm_cross.tile_for(n, k, kind), kind, *told)
                 yield f"gemm_cross_{scales} {n}x{k}{words}", bound.program
 
 
