@@ -56,9 +56,11 @@ def _token_gradient(grad: Tensor, x: Tensor) -> Tensor:
     count, (batch, n, d) = grad.shape[1], x.shape
     is_small = max(batch * d, count * n) < _MOST
     if is_small and has_triton(x.device, x.dtype):
+        from lokakern.kernels.cuda import token_gradient as cuda
         from lokakern.kernels.triton.token_gradient import token_gradient
 
-        return token_gradient(grad, x)
+        is_taken = grad.numel() and x.numel() and cuda.takes(grad, x)
+        return (cuda.token_gradient if is_taken else token_gradient)(grad, x)
     dtype = torch.promote_types(x.dtype, torch.float32)
     if count * n > d * (count + n):  # gradients of each sample would be larger than copies
         left, right = (t.transpose(0, 1).reshape(t.shape[1], -1) for t in (grad, x))

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import re
-import subprocess
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -13,29 +10,16 @@ import torch
 
 from lokakern import nvrtc
 from lokakern.kernels.cuda import activate_quantize
-from tests.support.disassembly import disassembled, tool
+from tests.support.disassembly import disassembled
 from tests.support.half_norm_programs import PROGRAMS
 from tests.support.norm_programs import E4M3
+from tests.support.register_use import registers
 from tests.support.sharing import shared_folder
 
 
 @pytest.fixture(autouse=True)
 def cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOKAKERN_CACHE", str(shared_folder("compiled")))
-
-
-@functools.cache
-def registers(code: bytes) -> tuple[int, int]:
-    """Of a thread, and bytes that it spills."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        Path(file.name).write_bytes(code)
-        command = [tool("cuobjdump"), "--dump-resource-usage", file.name]
-        shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    used, stack, local = (
-        int(re.search(rf"\b{what}:(\d+)", shown).group(1))  # type: ignore[union-attr]
-        for what in ("REG", "STACK", "LOCAL")
-    )
-    return used, stack + local
 
 
 @pytest.mark.sample(every=3)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import math
 import os
 import pickle
 import subprocess
@@ -22,6 +24,8 @@ from lokakern.bench.models.catalog import config_named
 from lokakern.bench.models.comparison import products_of
 from lokakern.bench.models.throughput import kind_of
 from lokakern.errors import UnsupportedError
+from lokakern.kernels.cuda import token_gradient
+from lokakern.kernels.cuda.tiles import SHARED_BYTES
 from lokakern.mods.together import BatchedLinear, FusedLinear
 from lokakern.nn import token_mixing
 from lokakern.nn.linear import Linear, Routed
@@ -502,7 +506,10 @@ def test_shares_and_suites_of_models_include_mixing_layers() -> None:
 
 
 def gradient_of(grad: Tensor, x: Tensor) -> Tensor:
-    return torch.einsum("bcd,bnd->cn", grad.double(), x.double())
+    found = torch.zeros(grad.shape[1], x.shape[1], dtype=torch.float64, device=x.device)
+    for some in zip(grad.split(512), x.split(512), strict=True):  # copies of all are gigabytes
+        found += torch.einsum("bcd,bnd->cn", *(part.double() for part in some))
+    return found
 
 
 # Tails of every axis, one program and many, a sample for each and fewer than there are programs.
@@ -570,16 +577,36 @@ def test_the_kernel_is_correct_in_the_interpreter() -> None:
     assert ran.stdout == "right\n", ran.stderr[-3000:]
 
 
+# Of Hopper's kernel: tiles of one to three warpgroups, several of them, and every width.
+LONG = [
+    (300, 200, 264, 64), (37, 65, 130, 40), (5, 193, 257, 48), (1, 1, 1, 32), (140, 64, 161, 168),
+    (133, 56, 64, 160), (700, 130, 193, 72), (64, 192, 33, 128), (2048, 192, 770, 160),
+]  # fmt: skip
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("is_turned", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [*SHAPES, (8192, 96, 770, 160)])
-def test_the_kernel_is_correct_on_a_gpu(
-    shape: tuple[int, int, int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Outputs in poisoned memory match float64, are reproducible, and agree with the fallback."""
+@pytest.mark.parametrize("shape", [*SHAPES, *LONG, (8192, 96, 770, 160)])
+def test_the_kernels_are_correct_on_a_gpu(
+    shape: tuple[int, int, int, int], dtype: torch.dtype, is_turned: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Outputs in poisoned memory match float64, are reproducible, and agree with the fallback.
+
+    Operands are slices of larger ones, with NaN around them.
+    """
     batch, count, n, d = shape
     torch.manual_seed(0)
-    grad, x = (torch.randn(batch, rows, d, device="cuda").to(dtype) for rows in (count, n))
+    grad, x = (
+        torch.full((batch, rows + 3, d + 8), math.nan, device="cuda", dtype=dtype)[:, 1:-2, :d]
+        for rows in (count, n)
+    )
+    for operand in (grad, x):
+        operand.copy_(torch.randn(operand.shape, device="cuda"))
+    assert token_gradient.takes(grad, x) == (d % 8 == 0 and d >= 32)
+    if is_turned:  # Triton's
+        monkeypatch.setattr(token_gradient, "takes", lambda *_: False)
     expected = gradient_of(grad, x)
 
     def error(found: Tensor) -> float:
@@ -592,9 +619,43 @@ def test_the_kernel_is_correct_on_a_gpu(
     finally:
         torch.use_deterministic_algorithms(False)
     assert error(found) < 2**-12  # of sums of 1.3 million products 0.9e-4 on an H200
-    assert torch.equal(found, torch.ops.lokakern.token_gradient(grad, x))
+    for _ in range(3):
+        assert torch.equal(found, torch.ops.lokakern.token_gradient(grad, x))
     monkeypatch.setattr(token_mixing, "has_triton", lambda *_: False)
     assert error(torch.ops.lokakern.token_gradient(grad, x)) < 2**-7
+
+
+@pytest.mark.gpu
+def test_a_sample_of_nan_reaches_its_tokens_alone() -> None:
+    grad, x = torch.randn(20, 70, 64, device="cuda"), torch.randn(20, 300, 64, device="cuda")
+    grad[3, 5, 7], x[19, 299, 63] = math.nan, math.inf
+    found = torch.ops.lokakern.token_gradient(grad.bfloat16(), x.bfloat16())
+    wrong = ~found.isfinite()
+    assert wrong[5].all() and wrong[:, 299].all() and int(wrong.sum()) == 300 + 70 - 1
+
+
+def test_tiles_cover_all_tokens_with_little_waste() -> None:
+    for count, n in itertools.product((1, 56, 64, 65, 96, 192, 193, 400), (1, 64, 224, 257, 770)):
+        tile = token_gradient.tile_of(count, n)
+        height, width = 64 * tile.warpgroups, tile.width
+        assert 1 <= tile.warpgroups <= 3 and width <= (224 if tile.warpgroups == 3 else 256)
+        assert tile.stages >= 4 and tile.stages * (tile.stage_bytes + 16) <= SHARED_BYTES
+        down, across = -(-count // height), -(-n // width)
+        assert down * height < count + 64 * down and across * width < n + 64 * across
+
+
+def test_hopper_reads_rows_that_bulk_copies_can_start_at() -> None:
+    x = torch.zeros(4, 6, 48, dtype=torch.bfloat16)
+    has_maps = token_gradient._has_maps
+    assert has_maps(x) and has_maps(x[:, 1:3, 8:]) and has_maps(x[::2])
+    for wrong in (
+        x[:, :, 1:],
+        x.mT,
+        x[..., :-1].contiguous(),
+        x[:1].expand(3, -1, -1),
+        x[..., ::2],
+    ):
+        assert not has_maps(wrong), wrong.stride()
 
 
 @pytest.mark.gpu
