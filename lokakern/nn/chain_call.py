@@ -32,7 +32,7 @@ from lokakern.nn.linear import (
     Linear,
 )
 from lokakern.nn.routed_chain import replay_chain, run_chain
-from lokakern.nn.routed_matmul import dtype_of, is_constant, prepare_to_be_compiled
+from lokakern.nn.routed_matmul import constant_of, dtype_of, is_constant, prepare_to_be_compiled
 from lokakern.registry.register import kernel_named
 from lokakern.types import Granularity
 
@@ -137,7 +137,7 @@ def static_rows(x: object) -> int:
     if x.dim() < 2 or not is_constant(x.shape[-1]) or not x.shape[-1]:
         return -1
     m = x.numel() // x.shape[-1]  # the size of a shape is no symbol in torch.export
-    return m if is_constant(m) else -1
+    return constant_of(m)
 
 
 def has_no_launch(plan: str, m: int) -> bool:

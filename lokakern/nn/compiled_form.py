@@ -34,12 +34,12 @@ from lokakern.nn.logit import dot
 from lokakern.nn.norm_gradient import CHUNK, is_fast, takes
 from lokakern.nn.routed_matmul import (
     FLOAT16,
+    constant_of,
     crossed,
     dtype_of,
     has_delayed,
     has_switch,
     in_dtype,
-    is_constant,
     kernel_at,
     merged,
     quantizes_at,
@@ -175,8 +175,7 @@ def multiply_in_form(layer: Linear, x: Tensor, input_scale: str) -> Tensor | Non
     has_sums = is_grad_enabled() and bias is not None and bias.requires_grad
     if form == SUMS and not (is_behind or has_sums):
         return None
-    m = x.numel() // x.shape[-1]  # the size of a shape is no symbol in torch.export
-    m = m if is_constant(m) else -1
+    m = constant_of(x.numel() // x.shape[-1])  # the size of a shape is no symbol in torch.export
     n = weight.shape[0]  # of a weight that was replaced, too
     if bias is not None and bias.shape != (n,):
         return None

@@ -29,13 +29,13 @@ from lokakern.nn.routed_matmul import (
     KeepingLinear,
     RoutedLinear,
     TurnedLinear,
+    constant_of,
     delayed_key,
     dtype_of,
     find_activator,
     has_delayed,
     has_switch,
     in_dtype,
-    is_constant,
     is_known,
     kernel_at,
     multiply,
@@ -515,7 +515,7 @@ def _traced_product(
         and not (_is_sharded(x) or x.is_meta or x.is_nested)
     ):
         m = x.numel() // x.shape[-1]  # the size of a shape is no symbol in torch.export
-        found = _way(plan, m if is_constant(m) else -1, x.dtype, x.dtype, x.device.type)
+        found = _way(plan, constant_of(m), x.dtype, x.dtype, x.device.type)
         if found.startswith("frozen"):
             way, _, columns, *routes = found.split("\0")
             frozen = (*_frozen_bytes(layer, columns), None, None)
@@ -527,7 +527,7 @@ def _traced_product(
     if is_sharded and not torch._C._are_functorch_transforms_active():
         return layer._of_shards(x, weight, bias, input_scale)
     m = x.numel() // x.shape[-1]
-    found = _way(plan, m if is_constant(m) else -1, x.dtype, weight.dtype, x.device.type)
+    found = _way(plan, constant_of(m), x.dtype, weight.dtype, x.device.type)
     if not found:
         return linear(x, weight, bias)
     way, flags, columns, *routes = found.split("\0")

@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
+from operator import index
 from typing import Any, NamedTuple
 
 import torch
@@ -423,6 +424,15 @@ def is_constant(size: int) -> bool:
     from torch.fx.experimental.symbolic_shapes import has_static_value  # imports Triton
 
     return has_static_value(size)
+
+
+def constant_of(size: int) -> int:
+    """A size as a number, for the compiler that traces; -1 if it is dynamic.
+
+    Of one sample in a graph of dynamic sizes the number of rows is a symbol that Dynamo knows the
+    value of, but passes to no function of constants.
+    """
+    return index(size) if is_constant(size) else -1
 
 
 def find_activator(activating: str, route: str, m: int, k: int) -> str:

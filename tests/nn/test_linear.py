@@ -397,6 +397,20 @@ def test_one_graph_serves_all_m_with_the_kernel_of_each() -> None:
     assert counter.frame_count == 1
 
 
+@pytest.mark.parametrize("shape", [(1, K), (0, K), (1, 1, K)], ids=str)
+def test_a_graph_of_dynamic_sizes_begins_with_one_sample_or_none(shape: tuple[int, ...]) -> None:
+    """Its number of rows is then a symbol with a known value."""
+    x = rows(shape[0]).view(shape)
+    for is_frozen in (False, True):
+        torch._dynamo.reset()
+        layer = layer_of()
+        if is_frozen:
+            layer.freeze()
+        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
+        with torch.no_grad():
+            assert torch.equal(compiled(x), layer(x))
+
+
 def test_fake_implementations_match_the_ops() -> None:
     x, w = rows(), rows(N, seed=3)
     data, scale = routed_matmul.quantize_weight(w, "row")
