@@ -202,7 +202,8 @@ def scaled_gemm_by(
         }
         kernel = choose(problem, first.data, frozenset(name for name in needs if needs[name]))
         operands = (*_left(slices), *b.transpose, out, bias)
-        kernel.launch(*operands, kernel.workspace(*operands, *extra), *extra)
+        with torch.no_grad():  # torch's emulation would differentiate bias and cross
+            kernel.launch(*operands, kernel.workspace(*operands, *extra), *extra)
         note_write(given)
     assert result is not None
     return result

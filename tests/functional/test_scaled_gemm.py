@@ -126,6 +126,18 @@ def test_epilogues_of_scaled_gemm(where: str, last: str, with_bias: bool, small:
     assert_right(found, a, b, bias, epilogue)
 
 
+def test_results_have_no_gradient() -> None:
+    """As those of kernels on a GPU and of compiled calls."""
+    a, b = lokakern.quantize(torch.randn(8, 16)), lokakern.quantize(torch.randn(24, 16)).t()
+    bias, x = (torch.zeros(size, requires_grad=True) for size in (24, (8, 24)))
+    for options in ({"bias": bias.bfloat16()}, {"cross": (x.bfloat16(), x.bfloat16())}):
+        y = lokakern.scaled_gemm(a, b, **options)
+        assert isinstance(y, Tensor) and not y.requires_grad
+    out = torch.zeros(8, 24, requires_grad=True)
+    lokakern.scaled_gemm(a, b, accumulate=True, out=out)
+    assert out.requires_grad and out.is_leaf and out.any()
+
+
 @where_there_is
 def test_an_fp8_output_saturates_and_keeps_nan(where: str) -> None:
     a, b = operands(where, 48, 33, 64)
