@@ -109,7 +109,7 @@ def spans_of(module: nn.Module, accepts: Callable[[Linear], bool]) -> list[list[
         accepts: Whether a linear layer may be part of a chain.
     """
     if isinstance(module, LinearNormAct):
-        alone = _layer_at([module], 0) if accepts(module) else None
+        alone = layer_at([module], 0) if accepts(module) else None
         return [] if alone is None else _worth([[alone]])
     if not isinstance(module, nn.Sequential) or type(module) not in _SEQUENCES:
         return []
@@ -121,7 +121,7 @@ def spans_of(module: nn.Module, accepts: Callable[[Linear], bool]) -> list[list[
             place += 1
             continue
         is_ours = isinstance(first, Linear) and accepts(first)
-        found = _layer_at(modules, place) if is_ours else None
+        found = layer_at(modules, place) if is_ours else None
         if found is None:
             spans.append([])
             place += 1
@@ -145,7 +145,7 @@ def _worth(spans: list[list[FoundLayer]]) -> list[list[FoundLayer]]:
     ]  # fmt: skip
 
 
-def _layer_at(modules: list[nn.Module], place: int) -> FoundLayer | None:
+def layer_at(modules: list[nn.Module], place: int) -> FoundLayer | None:
     """The layer that begins at a place, with the norm and the activation behind it.
 
     None if it is no layer that a kernel computes.

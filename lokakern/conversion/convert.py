@@ -59,6 +59,7 @@ from lokakern.conversion.routes import (
     without_chain,
 )
 from lokakern.conversion.step_host import StepHost, step_host
+from lokakern.conversion.tail_chains import TailSpan, planned_tail_chains
 from lokakern.conversion.tail_sites import found_tails
 from lokakern.conversion.tune import Tuning, apply_tuning, tune
 from lokakern.conversion.variants import as_plain
@@ -568,7 +569,8 @@ class Conversion:
 
         spans = planned_spans([*self.sequences, *self.fused], names, routes, judge_of, scales_of)
         crosses, self.left_crosses = planned_crosses(self.callers, names, routes, judge_of)
-        return [*spans, *crosses]
+        tails = ((module, self._tails_found_in(module)) for module in self.callers)
+        return [*spans, *crosses, *planned_tail_chains(tails, names, routes, judge_of)]
 
     def _scales_of(self, sequence: nn.Sequential, device: Device) -> tuple[str, ...]:
         """Static scale of the input of each module of a sequence, or ""."""
@@ -735,15 +737,24 @@ class Conversion:
         if not self._between or isinstance(self._wanted, Forced) or layer is None:
             return []
         has_relus, is_joined = self._rules_for(self._device_for(layer.weight))
-        if id(module) not in self._tails:
-            if not has_relus and not is_joined:
-                return []
-            self._tails[id(module)] = found_tails(module)
-        found = self._tails[id(module)]
+        chains = {
+            span.names: span.chain(self.off_chains) for span in self.spans
+            if isinstance(span, TailSpan) and span.module is module and span.plan.chains
+        }  # fmt: skip
+        if id(module) not in self._tails and not (has_relus or is_joined or chains):
+            return []
+        found = self._tails_found_in(module)
         try:
-            return planned_tails(found, module, has_relus=has_relus, is_joined=is_joined)
+            tails = planned_tails(found, module, has_relus=has_relus, is_joined=is_joined)
         except AttributeError:  # a child was removed since
             return []
+        return [tail._replace(chain=chains.get(tail.names, "")) for tail in tails]
+
+    def _tails_found_in(self, module: nn.Module) -> list[FoundTail]:
+        """The layers with tails in the forward of a module, which is traced once."""
+        if id(module) not in self._tails:
+            self._tails[id(module)] = found_tails(module)
+        return self._tails[id(module)]
 
     @property
     def main_grads(self) -> MainGrads:

@@ -56,6 +56,13 @@ _READS: dict[type[nn.Module], tuple[str, ...]] = {
 _OPERAND, _BYTES = True, False  # kinds of operands of a recipe; None: the module has none
 
 
+class Noted(str):
+    """A plan that notes whether it was idle at the rows of every call."""
+
+    __slots__ = ("is_idle",)
+    is_idle: bool
+
+
 class Recipe(NamedTuple):
     """What the slow path found for a chain, for `call_chain` of ``lokakern/native/layer.h``.
 
@@ -89,9 +96,10 @@ class Keeper(NamedTuple):
 
     Attributes:
         module: The module that keeps it, as ``_chain_recipes``.
-        among: The modules of a sequence, or the layers of a cross after the first one.
+        among: The modules of a sequence, the layers of a cross after the first one, or the modules
+            behind a layer.
         place: In a sequence the place of the chain's first module.
-        end: In a sequence the place after the chain.
+        end: In a sequence the place after the chain; how many modules are behind a layer.
     """
 
     module: nn.Module

@@ -7,7 +7,8 @@ module is that of a `CrossedForward`, which calls the traced function: the same,
 each cross, each product (`lokakern.nn.raw_product`) and each layer with a tail. Where a plan does
 not hold (see `lokakern.nn.chain_call`), this call computes the original expression by the original
 modules. Where children or settings of the module changed since it was traced, or an optional
-argument is given, its own forward runs; of a module with tails alone it does in eager mode, too.
+argument is given, its own forward runs; of a module with tails alone, none of which is a chain, it
+does in eager mode, too.
 
 An attribute of the module, and not a wrapper, so that names of children and of parameters stay; and
 not a class, so that the module is what it was to code that asks for its type.
@@ -34,6 +35,7 @@ from lokakern.errors import UnsupportedError
 from lokakern.functional.checks import warn_once
 from lokakern.nn.chain_call import (
     Keeper,
+    Noted,
     Part,
     are_same,
     call_again,
@@ -54,7 +56,7 @@ from lokakern.nn.linear import Linear, is_linear
 from lokakern.nn.raw_pattern import FoundProduct, products_in
 from lokakern.nn.raw_product import CHILD, products_of
 from lokakern.nn.rectified import traced_way
-from lokakern.nn.tail import FoundTail, Tail, run_tail, tails_in
+from lokakern.nn.tail import FoundTail, Tail, can_run, run_tail, tails_in
 from lokakern.nn.traced_forward import (
     is_setting,
     is_traceable,
@@ -93,19 +95,12 @@ class Crosses(NamedTuple):
     tails: tuple[Tail, ...] = ()
 
 
-class _Noted(str):
-    """A plan that notes whether it was idle at the rows of every call."""
-
-    __slots__ = ("is_idle",)
-    is_idle: bool
-
-
 def cross(plan: str, x0: Tensor, x: Tensor, input: Tensor, *layers: nn.Module) -> Tensor:
     """``x0 * y + x``, with y the layers' output, by a plan where it holds."""
     keeper = None
     if not is_compiling():
         is_idle = is_idle_at(plan, rows_in(input))
-        if type(plan) is _Noted:
+        if type(plan) is Noted:
             plan.is_idle &= is_idle
             plan = str(plan)
         if is_idle:
@@ -169,7 +164,7 @@ class CrossedForward:
     _missing: tuple[str, ...] = ()  # names of attributes that a forward asked for in vain
     # By shapes of inputs, whether no plan holds.
     _is_idle_at: dict[tuple[torch.Size, ...], bool] | None = None
-    # Whether all that it has are tails, whose plans are for compilers.
+    # Whether all that it has are tails without chains, whose plans are for compilers.
     _is_own_in_eager = False
 
     def __init__(
@@ -254,8 +249,9 @@ class CrossedForward:
 
     def follow_products(self) -> None:
         """Follow a change of the routes of registered products."""
-        has_crosses = bool(self.settings) and bool(self.settings[-1].crosses)
-        self._is_own_in_eager = not has_crosses and not has_routes(self.module)
+        newest = self.settings[-1] if self.settings else Crosses("", ())
+        has_chains = bool(newest.crosses) or any(tail.chain for tail in newest.tails)
+        self._is_own_in_eager = not has_chains and not has_routes(self.module)
 
     def _compile(self) -> None:
         self._functions: list[Callable[..., Any]] = []  # in training, and in evaluation
@@ -337,7 +333,7 @@ class CrossedForward:
         noted = self._is_idle_at  # of these plans
         if noted is None or len(noted) >= _MOST_SHAPES:
             noted = self._is_idle_at = {}
-        plans = tuple(map(_Noted, self.plans))
+        plans = tuple(map(Noted, self.plans))
         for plan in plans:
             plan.is_idle = True
         y = function(self.module, plans, *given)
@@ -668,6 +664,12 @@ def set_crosses(
                 f"a chain of {plan.partition(';')[0]} cannot run {', '.join(names)} of a "
                 f"{type(module).__name__}: these layers are others"
             )
+    for tail in tails:
+        if tail.chain and not can_run(tail, module):
+            raise UnsupportedError(
+                f"a chain of {tail.chain.partition(';')[0]} cannot run {', '.join(tail.names)} of "
+                f"a {type(module).__name__}: they are others"
+            )
     crossed = crossed_of(module)
     before = vars(module).get("forward") if crossed is None else crossed.before
     settings = (*_others(module, key), Crosses(key, tuple(crosses), tuple(tails)))
@@ -764,9 +766,9 @@ def _drop_weights(module: nn.Module, key: str) -> None:
 
 
 def _weights(module: nn.Module, setting: Crosses) -> Iterator[tuple[Linear, str]]:
-    """The layers of crosses, each with the granularity of its FP8 weight."""
+    """The layers of chains, each with the granularity of its FP8 weight."""
     children = dict(module.named_modules(remove_duplicate=False))
-    for names, plan in setting.crosses:
+    for names, plan in (*setting.crosses, *((tail.names, tail.chain) for tail in setting.tails)):
         for name, layer in zip(names, read_plan(plan)[0] if plan else (), strict=False):
             linear = children.get(name)
             # It is no longer one where it was removed, or its conversion undone.

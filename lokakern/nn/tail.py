@@ -1,7 +1,8 @@
 """Tails: the norm and the activation that a forward calls behind a linear layer.
 
 They show in the graph of the forward, where `lokakern.nn.crossed_forward` replaces the layer and
-its tail by a call of `run_tail`. In compiled code this call has the relu in the product
+its tail by a call of `run_tail`. In inference this call may run all three as a chain
+(`lokakern.nn.chain_call`). In compiled code it has the relu in the product
 (`lokakern.nn.rectified`) or its gradients from one op (`lokakern.nn.joined`), as modules of one
 `nn.Sequential` have.
 """
@@ -16,7 +17,24 @@ from torch import Tensor, fx, nn
 from torch.compiler import is_compiling
 from torch.nn.functional import hardswish, relu, silu
 
-from lokakern.nn.chain_call import has_own_call
+from lokakern.nn.block_rms_norm import BlockRMSNorm
+from lokakern.nn.chain_call import (
+    Keeper,
+    Noted,
+    Part,
+    call_again,
+    call_parts,
+    has_no_launch,
+    has_norm_and_activation,
+    has_own_call,
+    is_idle_at,
+    is_part,
+    is_plain_call,
+    layers_at,
+    rows_in,
+    static_rows,
+    words_of_plan,
+)
 from lokakern.nn.joined import (
     ACTIVATIONS,
     NORMS,
@@ -25,7 +43,7 @@ from lokakern.nn.joined import (
     multiply_joined,
     read_by,
 )
-from lokakern.nn.linear import LINEARS_OF_ANY
+from lokakern.nn.linear import LINEARS_OF_ANY, is_linear
 from lokakern.nn.rectified import has_backward_hooks, multiply_rectified, rectified_at
 from lokakern.nn.static_handoff import BoundedSequential
 from lokakern.nn.traced_forward import writes
@@ -36,6 +54,8 @@ _FUNCTIONS: dict[Any, str] = {
     hardswish: "hardswish", silu: "silu",
 }  # fmt: skip
 _OF_FUNCTION = "()"  # behind the name
+_CLASSES = {name: kind for kind, name in ACTIVATIONS.items()}
+NORMS_OF_TAILS = (*NORMS, BlockRMSNorm)
 _SEQUENCES = (nn.Sequential, BoundedSequential)
 
 
@@ -48,16 +68,19 @@ class Tail(NamedTuple):
             with them.
         rectified: The route of products that apply a relu, or "".
         joined: What is behind the layer whose gradients one op computes, or "".
+        chain: The plan of a chain (`lokakern.nn.chain_plan`) of the layer and its tail, or "".
     """
 
     names: tuple[str, ...]
     rectified: str
     joined: str
+    chain: str = ""
 
     @property
     def plan(self) -> str:
         """What `run_tail` reads."""
-        return f"{self.rectified}\0{self.joined}" if self.rectified or self.joined else ""
+        plans = self[1:]
+        return "\0".join(plans) if any(plans) else ""
 
 
 class FoundTail(NamedTuple):
@@ -105,12 +128,14 @@ def planned_tails(
 
 
 def run_tail(plan: str, x: Tensor, layer: nn.Module, *behind: nn.Module | str) -> Tensor:
-    """The output of a layer and its tail, in compiled code by a plan where it holds.
+    """The output of a layer and its tail, by a plan where it holds.
 
-    In eager mode that would take the host longer than it saves.
+    In eager mode that is a chain: anything else would take the host longer than it saves.
     """
-    if plan and is_compiling():
-        done = _run_planned(plan, x, layer, behind)
+    if plan:
+        done = _run_chain(plan, x, layer, behind)
+        if done is None and is_compiling():
+            done = _run_planned(plan, x, layer, behind)
         if done is not None:
             return done
     y: Tensor = layer(x)
@@ -119,11 +144,86 @@ def run_tail(plan: str, x: Tensor, layer: nn.Module, *behind: nn.Module | str) -
     return y
 
 
+def can_run(tail: Tail, module: nn.Module) -> bool:
+    """Whether the chain of a tail computes what the modules and functions of its names do."""
+    layer = module.get_submodule(tail.names[0])
+    behind = [
+        name if name.endswith(_OF_FUNCTION) else module.get_submodule(name)
+        for name in tail.names[1:]
+    ]
+    words = words_of_plan(tail.chain)
+    part = _part(layer, behind, words[0])
+    return len(words) == 1 and part is not None and is_part(part, words[0])
+
+
+def behind_names(names: Sequence[str], parent: nn.Module) -> list[nn.Module] | None:
+    """The modules behind a layer, by the names of a tail, of functions one alike.
+
+    None if a sequence is behind it, of which a chain would run a part.
+    """
+    behind: list[nn.Module] = []
+    for name in names[1:]:
+        if name.endswith(_OF_FUNCTION):
+            behind.append(_CLASSES[name.removesuffix(_OF_FUNCTION).removesuffix("_")]())
+        else:
+            behind.append(parent.get_submodule(name))
+    return None if any(type(x) in _SEQUENCES for x in behind) else behind
+
+
+def _run_chain(
+    plan: str, x: Tensor, layer: nn.Module, behind: Sequence[nn.Module | str]
+) -> Tensor | None:
+    """`run_tail` by a chain, or None where there is none that holds."""
+    chain = "".join(plan.split("\0")[2:])  # plans of earlier versions have none
+    if not chain:
+        return None
+    keeper = None
+    if not is_compiling():
+        is_idle = is_idle_at(chain, rows_in(x))
+        if type(plan) is Noted:
+            plan.is_idle &= is_idle
+        if is_idle or not is_linear(layer):
+            return None
+        among = tuple([each for each in behind if not isinstance(each, str)])
+        found, _ = call_again(layer, x, chain, among)
+        if found is not None:
+            return found
+        keeper = Keeper(layer, among, 0, len(among))
+    elif has_no_launch(chain, static_rows(x)):
+        return None
+    words = layers_at(x, chain)
+    part = _part(layer, behind, words[0]) if len(words) == 1 else None
+    if part is None or not is_part(part, words[0]):
+        return None
+    return call_parts(x, chain, words, [part], (), keeper)
+
+
+def _part(layer: nn.Module, behind: Sequence[nn.Module | str], words: Sequence[str]) -> Part | None:
+    """The layer and its tail as a part of a chain, if they are what the words of its plan say."""
+    if not is_linear(layer):
+        return None
+    rest, norm = list(behind), None
+    if rest and isinstance(rest[0], nn.Module) and type(rest[0]) in NORMS_OF_TAILS:
+        norm, rest = rest[0], rest[1:]
+    has_activation = has_norm_and_activation(list(words))[1]
+    if len(rest) != has_activation:
+        return None
+    if has_activation:
+        name, last = words[6], rest[0]
+        if isinstance(last, str):
+            if last.removesuffix(_OF_FUNCTION).removesuffix("_") != name:
+                return None
+        elif type(last) is not _CLASSES.get(name) or not is_plain_call(last):
+            return None
+        return layer, norm, name
+    return layer, norm, "none"
+
+
 def _run_planned(
     plan: str, x: Tensor, layer: nn.Module, behind: Sequence[nn.Module | str]
 ) -> Tensor | None:
     """`run_tail` by a plan, or None where the modules have to run."""
-    rectified, joined = plan.split("\0")
+    rectified, joined, *_ = plan.split("\0")
     modules = [each for each in behind if not isinstance(each, str)]
     sequence = modules[0] if modules and isinstance(modules[0], nn.Sequential) else None
     if sequence is not None:
@@ -181,7 +281,7 @@ def _behind(layer: fx.Node, parent: nn.Module) -> tuple[fx.Node, ...]:
     if reader is None:
         return ()
     kind = _called(reader, parent)
-    if kind in NORMS:
+    if kind in NORMS_OF_TAILS:
         last = _reader(reader)
         return (reader,) if last is None or not _activation(last, parent) else (reader, last)
     if kind in _SEQUENCES:
@@ -234,7 +334,7 @@ def _parts(tail: FoundTail, parent: nn.Module) -> tuple[nn.Module | None, str]:
     kind = _called(first, parent)
     if kind in _SEQUENCES:
         return _first(parent.get_submodule(str(first.target)))
-    if kind in NORMS:
+    if kind in NORMS_OF_TAILS:
         norm = parent.get_submodule(str(first.target))
         return norm, _activation(others[0], parent) if others else "none"
     return None, _activation(first, parent)

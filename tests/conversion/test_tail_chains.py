@@ -1,0 +1,223 @@
+"""Chains of layers whose norm and activation a forward calls: found, chosen, run and undone."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lokakern
+from lokakern.conversion.convert import Conversion
+from lokakern.conversion.tail_chains import TailSpan
+from lokakern.nn import tail
+from lokakern.nn.block_rms_norm import BlockRMSNorm
+from lokakern.nn.crossed_forward import crossed_of
+from lokakern.selection import dispatcher
+from tests.conversion.test_chains import both
+from tests.support.conversions import H200
+from tests.support.measurements import Book
+
+M = {512: 20.0, 2048: 60.0}
+convert = functools.partial(lokakern.convert, device=H200, distribution="X1", inference=True)
+
+
+class Net(nn.Module):
+    """Two layers with tails, in a forward that a test gives."""
+
+    def __init__(self, run: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.run = run
+        self.wide, self.narrow = nn.Linear(512, 1024), nn.Linear(1024, 512)
+        self.norm, self.relu = nn.LayerNorm(512), nn.ReLU()
+        nn.init.normal_(self.norm.weight)
+        nn.init.normal_(self.norm.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self, x)
+
+
+def by_modules(net: Any, x: Tensor) -> Tensor:
+    return net.relu(net.norm(net.narrow(net.relu(net.wide(x)))))  # type: ignore[no-any-return]
+
+
+def by_functions(net: Any, x: Tensor) -> Tensor:
+    return torch.relu_(net.norm(net.narrow(F.relu(net.wide(x), inplace=True))))
+
+
+def in_a_residual(net: Any, x: Tensor) -> Tensor:
+    y = net.wide(x).relu()
+    return x + net.relu(net.norm(net.narrow(y))) * 2.0
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> Iterator[Book]:
+    yield Book(tmp_path / "rows.sqlite").write(*both(M, {m: us / 2 for m, us in M.items()}))
+    dispatcher.use_snapshot(None)
+
+
+@pytest.fixture(autouse=True)
+def _reset() -> None:
+    torch._dynamo.reset()
+
+
+def made(run: Callable[[Any, Tensor], Tensor] = by_modules) -> Net:
+    return Net(run).bfloat16().eval().requires_grad_(False)
+
+
+def chains_of(handle: Conversion) -> list[str]:
+    return [
+        span.sites[0] for span in handle.spans if isinstance(span, TailSpan) and span.plan.chains
+    ]
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each call of a chain ran it."""
+    found: list[bool] = []
+    call_parts, call_again = tail.call_parts, tail.call_again
+
+    def called(*args: Any, **options: Any) -> Tensor | None:
+        y = call_parts(*args, **options)
+        found.append(y is not None)
+        return y
+
+    def again(*args: Any, **options: Any) -> tuple[Tensor | None, int]:
+        y, end = call_again(*args, **options)
+        if y is not None:
+            found.append(True)
+        return y, end
+
+    monkeypatch.setattr(tail, "call_parts", called)
+    monkeypatch.setattr(tail, "call_again", again)
+    return found
+
+
+def rows(m: int = 512) -> Tensor:
+    return torch.randn(m, 512, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return float((found.float() - expected.float()).norm() / expected.float().norm())
+
+
+@pytest.mark.parametrize("run", [by_modules, by_functions, in_a_residual])
+def test_tails_run_as_chains_in_eager_and_compiled_calls(
+    run: Callable[[Any, Tensor], Tensor], book: Book, ran: list[bool]
+) -> None:
+    model, x = made(run), rows()
+    before = model(x.clone())
+    handle = convert(model, 0.06)
+    assert chains_of(handle) == ["wide", "narrow"]
+    assert handle.explain("wide").count("chain of 1 layer (1024 x 512 bias+relu)") == 1
+    eager = model(x.clone())
+    assert ran == [True, True] and 0 < error(eager, before) < 0.1
+    assert torch.equal(model(x.clone()), eager) and ran == [True] * 4
+    ran.clear()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x.clone()), eager) and ran == [True, True]
+    ran.clear()
+    model(rows(32)), model(rows(32))  # nothing was measured there
+    assert not ran
+    handle.undo()
+    assert torch.equal(model(x.clone()), before) and "forward" not in vars(model)
+
+
+def test_the_modules_run_where_a_chain_does_not_hold(book: Book, ran: list[bool]) -> None:
+    model, x = made(), rows()
+    convert(model, 0.06)
+    chained = model(x)
+    ran.clear()
+    seen: list[nn.Module] = []
+    for module in (model.wide, model.norm, model.relu):
+        hook = module.register_forward_hook(lambda module, *_: seen.append(module))
+        model(x)
+        hook.remove()
+        assert module in seen
+    model.norm.weight.requires_grad_(True)
+    assert model(x).requires_grad
+    model.norm.weight.requires_grad_(False)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(x)
+    model.norm.eps = 1.0
+    assert error(model(x), chained) > 0.01
+    model.norm.eps = 1e-5
+    ran.clear()
+    assert torch.equal(model(x), chained) and ran == [True, True]
+    model.norm.weight.fill_(2.0)  # read in each call
+    assert error(model(x), chained) > 0.1
+
+
+def test_a_norm_of_blocks_is_a_tail(book: Book) -> None:
+    model = made()
+    model.norm = BlockRMSNorm(512, 128)  # type: ignore[assignment]
+    handle = convert(model, 0.06)
+    spans = {span.sites[0]: span for span in handle.spans}
+    assert spans["narrow"].found[0].layer.epilogue == "bias+block_rms(128)+relu"
+    assert chains_of(handle) == ["wide"]  # of blocks nothing was measured
+
+
+def test_other_calls_are_no_tails(book: Book) -> None:
+    def twice(net: Any, x: Tensor) -> Tensor:
+        return F.relu(net.wide(x)) + net.relu(net.wide(2 * x))
+
+    def read(net: Any, x: Tensor) -> Tensor:
+        y = net.wide(x)
+        return F.relu(y) + y
+
+    def other(net: Any, x: Tensor) -> Tensor:
+        return F.gelu(net.wide(x))
+
+    for run in (twice, read, other):
+        handle = convert(made(run), 0.06)
+        assert "wide" not in chains_of(handle), run.__name__
+        handle.undo()
+    assert not chains_of(convert(made(), 0.06, chains=False))
+
+
+def test_copies_and_files_keep_chains_and_changes_end_them(book: Book, ran: list[bool]) -> None:
+    model, x = made(by_functions), rows()
+    convert(model, 0.06)
+    y = model(x.clone())
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    for other in (copy.deepcopy(model), loaded):
+        ran.clear()
+        assert torch.equal(other(x.clone()), y) and ran == [True, True]
+    ran.clear()
+    model.norm = nn.LayerNorm(512, dtype=torch.bfloat16)
+    model(x.clone())
+    assert not ran  # its own forward runs
+
+
+def test_tuning_turns_chains_off_in_a_forward_that_stays(book: Book, ran: list[bool]) -> None:
+    model, x = made(), rows()
+    handle = convert(model, 0.06)
+    forward = crossed_of(model)
+    handle.use_routes({}, off_chains=[("wide",)], keep_classes=True)
+    model(x)
+    assert ran == [True] and crossed_of(model) is forward
+    assert "tuning, or a limit of the loss, gave it up" in handle.explain("wide")
+    handle.use_routes({}, off_chains=[], keep_classes=True)
+    ran.clear()
+    model(x)
+    assert ran == [True, True]
+
+
+def test_rows_of_nothing_and_what_is_not_measured_is_told(book: Book) -> None:
+    model = made()
+    model.wide, model.narrow = nn.Linear(512, 96), nn.Linear(96, 512)
+    handle = convert(model.bfloat16(), 0.06)
+    assert not chains_of(handle)
+    assert "no chain: not measured" in handle.explain("narrow")
+    assert model(rows(0)).shape == (0, 512)
