@@ -138,11 +138,12 @@ def spans_of(module: nn.Module, accepts: Callable[[Linear], bool]) -> list[list[
 
 
 def _worth(spans: list[list[FoundLayer]]) -> list[list[FoundLayer]]:
-    """Spans that are more than one product."""
-    return [
-        span for span in spans
-        if len(span) > 1 or any(found.layer.epilogue not in ("none", "bias") for found in span)
-    ]  # fmt: skip
+    return [span for span in spans if is_worth(span)]
+
+
+def is_worth(span: Sequence[FoundLayer]) -> bool:
+    """Whether a span is more than one product."""
+    return len(span) > 1 or any(found.layer.epilogue not in ("none", "bias") for found in span)
 
 
 def layer_at(modules: list[nn.Module], place: int) -> FoundLayer | None:

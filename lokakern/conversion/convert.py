@@ -731,16 +731,19 @@ class Conversion:
             is_trained and facts.is_timed(GRADIENT_KERNEL, device),
         )
 
-    def _tails_of(self, module: nn.Module) -> list[Tail]:
-        """The layers with tails that a module calls, all without plans where tuning decided so."""
+    def _tails_of(self, module: nn.Module, *, keeps_off: bool) -> list[Tail]:
+        """The layers with tails that a module calls, all without plans where tuning decided so.
+
+        With ``keeps_off`` layers of a chain that is off stay one call.
+        """
         layer = next((x for x in children_of(module) if is_linear(x)), None)
         if not self._between or isinstance(self._wanted, Forced) or layer is None:
             return []
         has_relus, is_joined = self._rules_for(self._device_for(layer.weight))
-        chains = {
-            span.names: span.chain(self.off_chains) for span in self.spans
-            if isinstance(span, TailSpan) and span.module is module and span.plan.chains
-        }  # fmt: skip
+        spans = [x for x in self.spans if isinstance(x, TailSpan) and x.module is module]
+        chains = [tail for span in spans for tail in span.tails(self.off_chains)]
+        if not keeps_off:
+            chains = [tail for tail in chains if tail.chain]
         if id(module) not in self._tails and not (has_relus or is_joined or chains):
             return []
         found = self._tails_found_in(module)
@@ -748,7 +751,11 @@ class Conversion:
             tails = planned_tails(found, module, has_relus=has_relus, is_joined=is_joined)
         except AttributeError:  # a child was removed since
             return []
-        return [tail._replace(chain=chains.get(tail.names, "")) for tail in tails]
+        plans = {tail.names: tail.chain for tail in chains}
+        tails = [tail._replace(chain=plans.pop(tail.names, "")) for tail in tails]
+        runs = [tail for tail in chains if tail.names in plans]
+        taken = {name for run in runs for name in run.names}
+        return [*(tail for tail in tails if tail.names[0] not in taken), *runs]
 
     def _tails_found_in(self, module: nn.Module) -> list[FoundTail]:
         """The layers with tails in the forward of a module, which is traced once."""
@@ -836,7 +843,7 @@ class Conversion:
                 if isinstance(span, CrossSpan) and span.module is module
                 for cross in span.crosses(self.off_chains)
             ]  # fmt: skip
-            tails = self._tails_of(module)
+            tails = self._tails_of(module, keeps_off=keep_classes)
             crossed = crossed_of(module)
             is_of_others = crossed is not None and {x.key for x in crossed.settings} != {self._key}
             # In tuning a traced forward stays, because compiled graphs are of it.

@@ -1,13 +1,14 @@
 """Chains of layers whose norm and activation a forward calls (`lokakern.nn.tail`).
 
-The forward of the module that calls them is traced, as for crosses: ``act(norm(layer(x)))`` is then
-a span of one layer, as `LinearNormAct` is.
+The forward of the module that calls them is traced, as for crosses. Layers with their tails that
+follow each other, such as ``act(norm(layer(x)))`` in a loop over layers, are a span, as they are in
+an `nn.Sequential`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -17,31 +18,40 @@ from lokakern.conversion.chain_spans import (
     ChainSites,
     FoundLayer,
     Span,
+    is_worth,
     layer_at,
     takes_once,
 )
 from lokakern.conversion.chains import SpanPlan, plan_span
 from lokakern.conversion.routes import Route
-from lokakern.nn.tail import FoundTail, behind_names
+from lokakern.nn.tail import FoundTail, Tail, behind_names, joined_run, runs_of
+
+Names = tuple[tuple[str, ...], ...]  # of a run of layers with their tails
 
 
 @dataclass(frozen=True)
 class TailSpan(Span):
-    """A layer with its tail, and their chain.
+    """Layers with their tails that follow each other, and their chains.
 
     Attributes:
-        names: As of `lokakern.nn.tail.Tail`.
+        names: Of each layer, as of `lokakern.nn.tail.Tail`.
     """
 
-    names: tuple[str, ...] = ()
+    names: Names = ()
 
-    def chain(self, off: Collection[ChainSites]) -> str:
-        """The plan of the chain; "" without one, and where it is off."""
-        return self.texts(off).get(0, "")
+    def tails(self, off: Collection[ChainSites]) -> list[Tail]:
+        """A tail for each chain, whose plan is "" if it is off."""
+        return [
+            Tail(
+                tuple(name for some in self.names[chain.start : chain.stop] for name in some),
+                "", "", "" if self.sites_of(chain) in off else chain.text,
+            )
+            for chain in self.plan.chains
+        ]  # fmt: skip
 
 
 def planned_tail_chains(
-    found: Iterable[tuple[nn.Module, Iterable[FoundTail]]],
+    found: Iterable[tuple[nn.Module, Sequence[FoundTail]]],
     names: Mapping[int, str],
     routes: Mapping[str, Route],
     judge_of: Callable[[Tensor], ChainJudge],
@@ -57,31 +67,74 @@ def planned_tail_chains(
     spans: list[TailSpan] = []
     known: dict[tuple[object, ...], SpanPlan] = {}
     for module, tails in found:
-        every = list(dict.fromkeys(tail.names for tail in tails))
-        calls = Counter(tail[0] for tail in every)
-        for tail in every:
-            layer = module.get_submodule(tail[0])
-            site = names.get(id(layer))
+        every = _runs_by_names(tails, module)
+        calls = Counter(tail[0] for tail in dict.fromkeys(x for run in every for x in run))
+        for run in every:
             # One weight of a layer is kept for a chain, and one plan told by its name.
-            if site is None or calls[tail[0]] > 1:
-                continue
-            one = _layer_of(layer, tail, module)
-            if one is None:
-                continue
-            judge = judge_of(one.linear.weight)
-            if not takes_once(one.layer, judge.device, half=judge.half):
-                continue
-            span = (SpanLayer(one.layer, one.eps, routes[site]),)
-            key = (span, judge)
-            if key not in known:
-                known[key] = plan_span(span, judge)
-            spans.append(TailSpan(module, (one,), (site,), known[key], tail))
+            usable = [
+                tail if id(module.get_submodule(tail[0])) in names and calls[tail[0]] == 1 else ()
+                for tail in run
+            ]
+            for part, layers in _parts(usable, module, judge_of):
+                sites = tuple(names[id(x.linear)] for x in layers)
+                judge = judge_of(layers[0].linear.weight)
+                span = tuple(
+                    SpanLayer(x.layer, x.eps, routes[site])
+                    for x, site in zip(layers, sites, strict=True)
+                )
+                key = (span, judge)
+                if key not in known:
+                    known[key] = plan_span(span, judge)
+                spans.append(TailSpan(module, tuple(layers), sites, known[key], tuple(part)))
     return spans
 
 
-def _layer_of(layer: nn.Module, names: tuple[str, ...], parent: nn.Module) -> FoundLayer | None:
-    """A layer with its tail, if kernels know them."""
+def _runs_by_names(tails: Sequence[FoundTail], module: nn.Module) -> list[Names]:
+    """The runs of a module, each told by the names of its tails, once.
+
+    Tails are alone where they cannot move to the first layer of their run, or where a layer comes
+    twice: in a run or in two.
+    """
+    runs = {
+        tuple(tail.names for tail in run): joined_run(run, module) is not None
+        for run in runs_of(tails, module)
+    }
+    times = Counter(tail[0] for run in runs for tail in run)
+    parts: list[Names] = []
+    for run, can_move in runs.items():
+        is_one = can_move and all(times[tail[0]] == 1 for tail in run)
+        parts += [run] if is_one else [(tail,) for tail in run]
+    return list(dict.fromkeys(parts))
+
+
+def _parts(
+    run: Iterable[tuple[str, ...]], module: nn.Module, judge_of: Callable[[Tensor], ChainJudge]
+) -> Iterator[tuple[list[tuple[str, ...]], list[FoundLayer]]]:
+    """Parts of a run whose layers kernels take, with these layers; () ends a part."""
+    part: list[tuple[str, ...]] = []
+    layers: list[FoundLayer] = []
+    for tail in (*run, ()):
+        found = _layer_of(tail, module, judge_of) if tail else None
+        if layers and (
+            found is None
+            or layers[-1].layer.n != found.layer.k
+            or layers[-1].linear.weight.dtype != found.linear.weight.dtype
+        ):
+            if is_worth(layers):
+                yield part, layers
+            part, layers = [], []
+        if found is not None:
+            part.append(tail)
+            layers.append(found)
+
+
+def _layer_of(
+    names: tuple[str, ...], parent: nn.Module, judge_of: Callable[[Tensor], ChainJudge]
+) -> FoundLayer | None:
+    """A layer with its tail, if a kernel computes both."""
     behind = behind_names(names, parent)
-    found = None if behind is None else layer_at([layer, *behind], 0)
-    is_whole = found is not None and found.stop == len(names)
-    return found if is_whole else None
+    found = None if behind is None else layer_at([parent.get_submodule(names[0]), *behind], 0)
+    if found is None or found.stop != len(names):
+        return None
+    judge = judge_of(found.linear.weight)
+    return found if takes_once(found.layer, judge.device, half=judge.half) else None

@@ -56,7 +56,7 @@ from lokakern.nn.linear import Linear, is_linear
 from lokakern.nn.raw_pattern import FoundProduct, products_in
 from lokakern.nn.raw_product import CHILD, products_of
 from lokakern.nn.rectified import traced_way
-from lokakern.nn.tail import FoundTail, Tail, can_run, run_tail, tails_in
+from lokakern.nn.tail import FoundTail, Tail, can_run, run_tail, wanted_tails
 from lokakern.nn.traced_forward import (
     is_setting,
     is_traceable,
@@ -192,10 +192,9 @@ class CrossedForward:
                     _replace_product(graph, product)
                     missing.discard(key)
             tail_places = {tail.names: len(crosses) + i for i, tail in enumerate(tails)}
-            for tail in tails_in(graph, module):
-                if tail.names in tail_places:
-                    _replace_tail(graph, tail, plans, tail_places[tail.names])
-                    missing_tails.discard(tail.names)
+            for tail in wanted_tails(graph, module, tail_places):
+                _replace_tail(graph, tail, plans, tail_places[tail.names])
+                missing_tails.discard(tail.names)
             codes.append(graph.python_code("self"))
         if missing:
             raise UnsupportedError(
@@ -768,7 +767,11 @@ def _drop_weights(module: nn.Module, key: str) -> None:
 def _weights(module: nn.Module, setting: Crosses) -> Iterator[tuple[Linear, str]]:
     """The layers of chains, each with the granularity of its FP8 weight."""
     children = dict(module.named_modules(remove_duplicate=False))
-    for names, plan in (*setting.crosses, *((tail.names, tail.chain) for tail in setting.tails)):
+    tails = (
+        (tuple(x for x in tail.names if isinstance(children.get(x), Linear)), tail.chain)
+        for tail in setting.tails
+    )
+    for names, plan in (*setting.crosses, *tails):
         for name, layer in zip(names, read_plan(plan)[0] if plan else (), strict=False):
             linear = children.get(name)
             # It is no longer one where it was removed, or its conversion undone.
@@ -800,7 +803,7 @@ def _replace_tail(graph: fx.Graph, found: FoundTail, plans: fx.Node, place: int)
         plan = graph.call_function(operator.getitem, (plans, place))
         behind = [name if name.endswith("()") else graph.get_attr(name) for name in found.names]
         call = graph.call_function(run_tail, (plan, found.layer.args[0], *behind))
-    found.behind[-1].replace_all_uses_with(call)
+    found.end.replace_all_uses_with(call)
     for node in (*reversed(found.behind), found.layer):
         graph.erase_node(node)
 

@@ -9,7 +9,7 @@ its tail by a call of `run_tail`. In inference this call may run all three as a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -65,7 +65,7 @@ class Tail(NamedTuple):
     Attributes:
         names: Names of the layer, the norm and the activation in the module, the latter two if they
             are there; of a function "relu()"; or of the layer and an `nn.Sequential` that begins
-            with them.
+            with them. Of a chain of several layers those of all.
         rectified: The route of products that apply a relu, or "".
         joined: What is behind the layer whose gradients one op computes, or "".
         chain: The plan of a chain (`lokakern.nn.chain_plan`) of the layer and its tail, or "".
@@ -84,7 +84,7 @@ class Tail(NamedTuple):
 
 
 class FoundTail(NamedTuple):
-    """A layer with its tail in a graph.
+    """A layer with its tail in a graph, or several that follow each other, see `joined_run`.
 
     Attributes:
         layer: The call of the layer.
@@ -93,6 +93,11 @@ class FoundTail(NamedTuple):
 
     layer: fx.Node
     behind: tuple[fx.Node, ...]
+
+    @property
+    def end(self) -> fx.Node:
+        """The last call."""
+        return self.behind[-1] if self.behind else self.layer
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -146,14 +151,10 @@ def run_tail(plan: str, x: Tensor, layer: nn.Module, *behind: nn.Module | str) -
 
 def can_run(tail: Tail, module: nn.Module) -> bool:
     """Whether the chain of a tail computes what the modules and functions of its names do."""
-    layer = module.get_submodule(tail.names[0])
-    behind = [
-        name if name.endswith(_OF_FUNCTION) else module.get_submodule(name)
-        for name in tail.names[1:]
+    modules = [
+        name if name.endswith(_OF_FUNCTION) else module.get_submodule(name) for name in tail.names
     ]
-    words = words_of_plan(tail.chain)
-    part = _part(layer, behind, words[0])
-    return len(words) == 1 and part is not None and is_part(part, words[0])
+    return bool(_chain_parts(modules, words_of_plan(tail.chain)))
 
 
 def behind_names(names: Sequence[str], parent: nn.Module) -> list[nn.Module] | None:
@@ -192,31 +193,40 @@ def _run_chain(
     elif has_no_launch(chain, static_rows(x)):
         return None
     words = layers_at(x, chain)
-    part = _part(layer, behind, words[0]) if len(words) == 1 else None
-    if part is None or not is_part(part, words[0]):
-        return None
-    return call_parts(x, chain, words, [part], (), keeper)
+    parts = _chain_parts([layer, *behind], words)
+    return call_parts(x, chain, words, parts, (), keeper) if parts else None
 
 
-def _part(layer: nn.Module, behind: Sequence[nn.Module | str], words: Sequence[str]) -> Part | None:
-    """The layer and its tail as a part of a chain, if they are what the words of its plan say."""
-    if not is_linear(layer):
-        return None
-    rest, norm = list(behind), None
-    if rest and isinstance(rest[0], nn.Module) and type(rest[0]) in NORMS_OF_TAILS:
-        norm, rest = rest[0], rest[1:]
-    has_activation = has_norm_and_activation(list(words))[1]
-    if len(rest) != has_activation:
-        return None
-    if has_activation:
-        name, last = words[6], rest[0]
-        if isinstance(last, str):
-            if last.removesuffix(_OF_FUNCTION).removesuffix("_") != name:
-                return None
-        elif type(last) is not _CLASSES.get(name) or not is_plain_call(last):
-            return None
-        return layer, norm, name
-    return layer, norm, "none"
+def _chain_parts(modules: Sequence[nn.Module | str], words: Sequence[list[str]]) -> list[Part]:
+    """Layers with their tails as parts of a chain; none if they are not what its words say."""
+    parts: list[Part] = []
+    rest = list(modules)
+    for known in words:
+        has_norm, has_activation = has_norm_and_activation(known)
+        count = 1 + has_norm + has_activation
+        if len(rest) < count:
+            return []
+        layer, *behind = rest[:count]
+        rest = rest[count:]
+        norm = behind[0] if has_norm else None
+        if isinstance(layer, str) or not is_linear(layer) or isinstance(norm, str):
+            return []
+        if norm is not None and type(norm) not in NORMS_OF_TAILS:
+            return []
+        if has_activation and not _applies(behind[-1], known[6]):
+            return []
+        part: Part = (layer, norm, known[6])
+        if not is_part(part, known):
+            return []
+        parts.append(part)
+    return [] if rest else parts
+
+
+def _applies(activation: nn.Module | str, name: str) -> bool:
+    """Whether a module without hooks, or a function, is an activation."""
+    if isinstance(activation, str):
+        return activation.removesuffix(_OF_FUNCTION).removesuffix("_") == name
+    return type(activation) is _CLASSES.get(name) and is_plain_call(activation)
 
 
 def _run_planned(
@@ -273,6 +283,57 @@ def tails_in(graph: fx.Graph, parent: nn.Module) -> list[FoundTail]:
             if all(other in behind or _may_follow(other, parent) for other in between):
                 found.append(FoundTail(node, behind))
     return found
+
+
+def runs_of(found: Sequence[FoundTail], parent: nn.Module) -> list[list[FoundTail]]:
+    """Layers with their tails that follow each other in a graph, alone ones, too.
+
+    A layer without a tail may be the last one. A tail that is an `nn.Sequential` ends a run, and is
+    none of it.
+    """
+    tails = {
+        tail.layer: tail for tail in found
+        if all(_called(node, parent) not in _SEQUENCES for node in tail.behind)
+    }  # fmt: skip
+    nexts: dict[fx.Node, FoundTail] = {}
+    for layer, tail in tails.items():
+        reader = _reader(tail.end)
+        if reader is not None and _called(reader, parent) in LINEARS_OF_ANY:
+            nexts[layer] = tails.get(reader, FoundTail(reader, ()))
+    followers = {tail.layer for tail in nexts.values()}
+    runs = []
+    for layer, tail in tails.items():
+        if layer not in followers:
+            runs.append([tail])
+            while runs[-1][-1].layer in nexts:
+                runs[-1].append(nexts[runs[-1][-1].layer])
+    return runs
+
+
+def joined_run(run: Sequence[FoundTail], parent: nn.Module) -> FoundTail | None:
+    """Layers of a run as one; None where something comes between that may write to a tensor."""
+    nodes = [node for tail in run for node in (tail.layer, *tail.behind)]
+    node, ours = nodes[0], set(nodes)
+    while node is not nodes[-1]:
+        if node not in ours and not _may_follow(node, parent):
+            return None
+        node = node.next
+    return FoundTail(nodes[0], tuple(nodes[1:]))
+
+
+def wanted_tails(
+    graph: fx.Graph, parent: nn.Module, names: Collection[tuple[str, ...]]
+) -> list[FoundTail]:
+    """The tails of a graph, and runs of them, that have these names."""
+    found = tails_in(graph, parent)
+    runs = [
+        joined
+        for run in runs_of(found, parent)
+        for start in range(len(run))
+        for stop in range(start + 2, len(run) + 1)
+        if (joined := joined_run(run[start:stop], parent)) is not None
+    ]
+    return [tail for tail in (*found, *runs) if tail.names in names]
 
 
 def _behind(layer: fx.Node, parent: nn.Module) -> tuple[fx.Node, ...]:

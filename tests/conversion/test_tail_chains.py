@@ -53,6 +53,18 @@ def by_functions(net: Any, x: Tensor) -> Tensor:
     return torch.relu_(net.norm(net.narrow(F.relu(net.wide(x), inplace=True))))
 
 
+def apart(net: Any, x: Tensor) -> Tensor:
+    return net.relu(net.norm(net.narrow(net.relu(net.wide(x)) * 1.0)))  # type: ignore[no-any-return]
+
+
+def in_a_loop(net: Any, x: Tensor) -> Tensor:
+    for layer, behind in ((net.wide, [net.relu]), (net.narrow, [net.norm, net.relu])):
+        x = layer(x)
+        for each in behind:
+            x = each(x)
+    return x
+
+
 def in_a_residual(net: Any, x: Tensor) -> Tensor:
     y = net.wide(x).relu()
     return x + net.relu(net.norm(net.narrow(y))) * 2.0
@@ -75,8 +87,12 @@ def made(run: Callable[[Any, Tensor], Tensor] = by_modules) -> Net:
 
 def chains_of(handle: Conversion) -> list[str]:
     return [
-        span.sites[0] for span in handle.spans if isinstance(span, TailSpan) and span.plan.chains
-    ]
+        " ".join(span.sites_of(chain)) for span in handle.spans
+        if isinstance(span, TailSpan) for chain in span.plan.chains
+    ]  # fmt: skip
+
+
+BOTH = ["wide narrow"]
 
 
 @pytest.fixture
@@ -109,21 +125,29 @@ def error(found: Tensor, expected: Tensor) -> float:
     return float((found.float() - expected.float()).norm() / expected.float().norm())
 
 
-@pytest.mark.parametrize("run", [by_modules, by_functions, in_a_residual])
+@pytest.mark.parametrize(
+    ("run", "chains"),
+    [
+        (by_modules, BOTH), (by_functions, BOTH), (in_a_residual, BOTH), (in_a_loop, BOTH),
+        (apart, ["wide", "narrow"]),
+    ],
+)  # fmt: skip
 def test_tails_run_as_chains_in_eager_and_compiled_calls(
-    run: Callable[[Any, Tensor], Tensor], book: Book, ran: list[bool]
+    run: Callable[[Any, Tensor], Tensor], chains: list[str], book: Book, ran: list[bool]
 ) -> None:
     model, x = made(run), rows()
     before = model(x.clone())
     handle = convert(model, 0.06)
-    assert chains_of(handle) == ["wide", "narrow"]
-    assert handle.explain("wide").count("chain of 1 layer (1024 x 512 bias+relu)") == 1
+    assert chains_of(handle) == chains
+    words = "chain of 1 layer (1024" if run is apart else "chain of 2 layers (1024"
+    assert handle.explain("wide").count(words) == 1
     eager = model(x.clone())
-    assert ran == [True, True] and 0 < error(eager, before) < 0.1
-    assert torch.equal(model(x.clone()), eager) and ran == [True] * 4
+    all_ran = [True] * len(chains)
+    assert ran == all_ran and 0 < error(eager, before) < 0.1
+    assert torch.equal(model(x.clone()), eager) and ran == 2 * all_ran
     ran.clear()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(x.clone()), eager) and ran == [True, True]
+    assert torch.equal(compiled(x.clone()), eager) and ran == all_ran
     ran.clear()
     model(rows(32)), model(rows(32))  # nothing was measured there
     assert not ran
@@ -151,7 +175,7 @@ def test_the_modules_run_where_a_chain_does_not_hold(book: Book, ran: list[bool]
     assert error(model(x), chained) > 0.01
     model.norm.eps = 1e-5
     ran.clear()
-    assert torch.equal(model(x), chained) and ran == [True, True]
+    assert torch.equal(model(x), chained) and ran == [True]
     model.norm.weight.fill_(2.0)  # read in each call
     assert error(model(x), chained) > 0.1
 
@@ -161,7 +185,7 @@ def test_a_norm_of_blocks_is_a_tail(book: Book) -> None:
     model.norm = BlockRMSNorm(512, 128)  # type: ignore[assignment]
     handle = convert(model, 0.06)
     spans = {span.sites[0]: span for span in handle.spans}
-    assert spans["narrow"].found[0].layer.epilogue == "bias+block_rms(128)+relu"
+    assert spans["wide"].found[1].layer.epilogue == "bias+block_rms(128)+relu"
     assert chains_of(handle) == ["wide"]  # of blocks nothing was measured
 
 
@@ -176,6 +200,14 @@ def test_other_calls_are_no_tails(book: Book) -> None:
     def other(net: Any, x: Tensor) -> Tensor:
         return F.gelu(net.wide(x))
 
+    def again(net: Any, x: Tensor) -> Tensor:
+        x = F.relu(net.wide(x))
+        x = F.relu(net.narrow(x) + 0.0)
+        return F.relu(net.wide(x))  # with one tail, at two places
+
+    handle = convert(made(again), 0.06)
+    assert chains_of(handle) == ["wide"]
+    handle.undo()
     for run in (twice, read, other):
         handle = convert(made(run), 0.06)
         assert "wide" not in chains_of(handle), run.__name__
@@ -193,25 +225,39 @@ def test_copies_and_files_keep_chains_and_changes_end_them(book: Book, ran: list
     loaded = torch.load(file, weights_only=False)
     for other in (copy.deepcopy(model), loaded):
         ran.clear()
-        assert torch.equal(other(x.clone()), y) and ran == [True, True]
+        assert torch.equal(other(x.clone()), y) and ran == [True]
     ran.clear()
     model.norm = nn.LayerNorm(512, dtype=torch.bfloat16)
     model(x.clone())
     assert not ran  # its own forward runs
 
 
-def test_tuning_turns_chains_off_in_a_forward_that_stays(book: Book, ran: list[bool]) -> None:
-    model, x = made(), rows()
+@pytest.mark.parametrize("run", [by_modules, apart])
+def test_tuning_turns_chains_off_in_a_forward_that_stays(
+    run: Callable[[Any, Tensor], Tensor], book: Book, ran: list[bool]
+) -> None:
+    model, x = made(run), rows()
     handle = convert(model, 0.06)
     forward = crossed_of(model)
-    handle.use_routes({}, off_chains=[("wide",)], keep_classes=True)
+    off = [("wide",)] if run is apart else [("wide", "narrow")]
+    handle.use_routes({}, off_chains=off, keep_classes=True)
     model(x)
-    assert ran == [True] and crossed_of(model) is forward
+    assert ran == [True] * (run is apart) and crossed_of(model) is forward
     assert "tuning, or a limit of the loss, gave it up" in handle.explain("wide")
     handle.use_routes({}, off_chains=[], keep_classes=True)
     ran.clear()
     model(x)
-    assert ran == [True, True]
+    assert ran == [True] * (1 + (run is apart))
+
+
+def test_what_is_written_between_keeps_layers_apart(book: Book) -> None:
+    def run(net: Any, x: Tensor) -> Tensor:
+        seen = x * 1.0
+        y = net.relu(net.wide(x))
+        seen.add_(1.0)
+        return net.relu(net.norm(net.narrow(y))) + seen
+
+    assert chains_of(convert(made(run), 0.06)) == ["wide", "narrow"]
 
 
 def test_rows_of_nothing_and_what_is_not_measured_is_told(book: Book) -> None:
