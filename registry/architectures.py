@@ -28,8 +28,10 @@ def claimed(kernel: str, architectures: frozenset[str]) -> frozenset[str]:
     """Where a kernel of lokakern runs or compiles, if its file names these architectures."""
     if kernel.startswith("triton.scaled_gemm") and kernel.endswith("_fast"):
         return architectures - _SMALL  # its largest tile takes 144 KiB
-    # Where two tensors are quantized together, registers spill on sm_100 and sm_120.
-    if kernel.startswith(("cuda.quantize_", "cuda.dequantize_")) and "_together_" not in kernel:
+    # Where two tensors are quantized together, registers spill on sm_100 and sm_120. What long rows
+    # take of shared memory does not fit sm_120.
+    is_own = "_together_" in kernel or "_long_" in kernel
+    if kernel.startswith(("cuda.quantize_", "cuda.dequantize_")) and not is_own:
         return architectures | _BLACKWELL
     return architectures
 

@@ -30,6 +30,7 @@ from lokakern.conversion.convert import convert
 from lokakern.conversion.routes import GEMMS
 from lokakern.device import current_device
 from lokakern.errors import LokakernError, MeasurementError, UnknownNameError
+from lokakern.problems import make_problem
 from lokakern.progress import Progress
 from lokakern.registry.register import Kernel, kernels_for, load_kernels
 from lokakern.registry.schema.records import HOST_REGIMES, HostCostRecord
@@ -116,6 +117,7 @@ def representatives(device: Device) -> dict[str, Kernel]:
     """One rowwise kernel of each language whose calls differ in host cost, without libraries."""
     load_kernels()
     found: dict[str, Kernel] = {}
+    problem = make_problem("gemm", (ROWS, WIDTH, WIDTH))
     for kernel in sorted(
         kernels_for("gemm", device), key=lambda k: (k.accumulation == "fast", k.name)
     ):
@@ -124,6 +126,7 @@ def representatives(device: Device) -> dict[str, Kernel]:
             and kernel.parts
             and not kernel.libraries
             and not any(".emulated" in part for part in kernel.parts)
+            and kernel.refusal(problem, device) is None  # some take long rows only
         )
         if is_usual:
             found.setdefault(kernel.language, kernel)

@@ -26,6 +26,7 @@ from lokakern.kernels.cuda import (
     norm_backward,
     norm_quantize,
     quantize,
+    quantize_long,
     quantize_tensor,
     quantize_tile,
     quantize_together,
@@ -43,6 +44,7 @@ BOUNDS = activate_quantize.Bound, norm_backward.Bound, norm_quantize.Bound, quan
 # By the file of the program in bfloat16.
 SOURCES = {
     "quantize.cu": "half_quantize.cu",
+    "quantize_long.cu": "half_quantize_long.cu",
     "quantize_together.cu": "half_quantize_together.cu",
     "quantize_tiles_together.cu": "half_quantize_tiles_together.cu",
     "quantize_tensor.cu": "half_quantize_tensor.cu",
@@ -179,6 +181,7 @@ for _module in (
     gemm_cross,
     gemm_norm,
     quantize,
+    quantize_long,
     quantize_tensor,
     quantize_tile,
     quantize_together,

@@ -14,6 +14,7 @@ from lokakern.conversion.routes import GEMMS, NO_GRADIENTS, MRange, Route, probl
 from lokakern.errors import FormatError, UnknownNameError, UnsupportedError
 from lokakern.nn.routed_matmul import PLAIN, Segments, route_text
 from lokakern.registry.register import Kernel, kernel_named, kernels_for
+from lokakern.registry.unmeasured import NEW_KERNELS
 from lokakern.selection.weight_forms import FORMS, with_weight
 from lokakern.types import Device, Format, Granularity, Problem
 
@@ -160,7 +161,7 @@ def _kernel_for(
         if (kernel.granularity, kernel.b_granularity) == scales
     ]
     reasons = []
-    for kernel in sorted(alike, key=_rank):
+    for kernel in sorted(alike, key=lambda x: _rank(x, device)):
         reason = _refusal(kernel, problem, gemm, device, inference)
         if reason is None:
             return kernel, ""
@@ -168,14 +169,16 @@ def _kernel_for(
     return None, "; ".join(reasons[-2:])
 
 
-def _rank(kernel: Kernel) -> tuple[bool, bool, bool, bool, str]:
+def _rank(kernel: Kernel, device: Device) -> tuple[bool, bool, bool, bool, bool, str]:
     """Order among kernels with the same scales, the same wherever the package is installed.
 
-    Kernels of lokakern take more sizes than those of torch and of libraries.
+    Kernels of lokakern take more sizes than those of torch and of libraries; new ones come last.
     """
     is_emulation = "any" in kernel.architectures
     is_fast = "fast" in kernel.accumulation
-    return is_emulation, is_fast, bool(kernel.libraries), kernel.language == "torch", kernel.name
+    is_torch = kernel.language == "torch"
+    is_new = (kernel.name, device.architecture) in NEW_KERNELS
+    return is_emulation, is_fast, bool(kernel.libraries), is_torch, is_new, kernel.name
 
 
 def _refusal(

@@ -49,7 +49,7 @@ EAGER = "~"  # before the name of a kernel that no compiled graph runs
 # 292 us in separate kernels, and 208 and 314 in one; 4096 columns take 78 and 53. Sizes between
 # 4096 and 10240 were not timed.
 LONGEST_HERE = 8192
-READS_ONCE = ("cuda.quantize_row", "cuda.quantize_together_row")
+READS_ONCE = ("cuda.quantize_row", "cuda.quantize_long_row", "cuda.quantize_together_row")
 # It reads column-major operands; a vector is row-major and column-major at once.
 BY_TILES = "cuda.quantize_together_group"
 BY_ROWS = "cuda.quantize_together_row"  # both operands of a product in one launch

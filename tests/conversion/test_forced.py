@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import lokakern
 from lokakern import mods, numerics
+from lokakern.conversion import forced
 from lokakern.conversion.convert import Conversion
 from lokakern.conversion.forced import FORCED, forced_by, forced_routes
 from lokakern.device import current_device
@@ -21,6 +22,7 @@ from lokakern.errors import FormatError, UnknownNameError, UnsupportedError
 from lokakern.nn.block_rms_norm import BlockRMSNorm
 from lokakern.nn.linear import Linear
 from lokakern.nn.routed_matmul import kernel_at
+from lokakern.problems import make_problem
 from lokakern.registry.register import fp8_format
 from lokakern.selection import dispatcher
 from lokakern.types import Device, Format, Granularity, Problem
@@ -188,6 +190,17 @@ def test_training_steps_descend_under_autocast(kernels: str, compiled: bool) -> 
 
 
 # ---- which kernels, on which device ----
+
+
+def test_a_recipe_takes_a_new_kernel_after_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rows that all of them take, the first by name was never timed."""
+    problem = make_problem("gemm", (16, 64, 17280))
+    first = "cuda.quantize_long_row+cuda.scaled_gemm_row"
+    usual = "cuda.quantize_row+cuda.scaled_gemm_row"
+    for new, expected in (({(first, "sm_90"): "new"}, usual), ({}, first)):
+        monkeypatch.setattr(forced, "NEW_KERNELS", new)
+        kernel, _ = forced._kernel_for(problem, "output", "row", H200, inference=False)
+        assert kernel is not None and kernel.name == expected
 
 
 @pytest.mark.parametrize(

@@ -771,6 +771,7 @@ def test_launches_are_those_of_bfloat16_with_other_sources() -> None:
     of_float32 = {"quantize_scales.cu", "quantize_sums.cu", "gemm_norm.cu"}
     assert found - of_float32 == set(half.SOURCES.values()) - {
         "half_scaled_gemm_unaligned.cu", "half_quantize_tiles_together.cu",
+        "half_quantize_long.cu",  # of longer rows than any there
     }  # fmt: skip
 
 

@@ -764,9 +764,11 @@ def test_ddp_fsdp2_and_activation_checkpoints_train_equally() -> None:
     assert losses(saved, compiled) == expected
 
 
-@pytest.mark.parametrize("quantizer", ["cuda.quantize_row", "cuda.quantize_together_row"])
+@pytest.mark.parametrize(
+    "quantizer", ["cuda.quantize_row", "cuda.quantize_long_row", "cuda.quantize_together_row"]
+)
 def test_long_rows_are_left_to_the_quantizer_that_reads_them_once(quantizer: str) -> None:
-    route = f"row;16:0={quantizer}+torch.scaled_mm_row_fast;1:0="
+    route = f"row;16:0={quantizer}+torch.scaled_mm_row;1:0="
     assert routed_matmul.quantizer_at(route, 8192) == quantizer
     assert routed_matmul.is_left_to_kernel(quantizer, 10240)
     assert not routed_matmul.is_left_to_kernel(quantizer, 4096)

@@ -1,5 +1,5 @@
-"""Programs of the CUDA kernels with a norm, and of those that dequantize, with the macros their
-launchers choose.
+"""Programs of the CUDA kernels with a norm, of those that dequantize, and of those for long rows,
+with the macros their launchers choose.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from lokakern.kernels.cuda import (
     norm_backward,
     norm_quantize,
     norm_tiles,
+    quantize_long,
 )
 from lokakern.kernels.cuda.norm_quantize import Signature
 from lokakern.kernels.cuda.norm_tiles import NormKind
@@ -121,6 +122,29 @@ def dequantizers() -> Iterator[tuple[str, Program]]:
             yield f"dequantize_{granularity.suffix} to plain {words}", bound.program
 
 
+LONG_ROWS = (17280, 69120, 123200, 262144, 17283)  # columns; 1, 2, 4, 8 blocks for 2 bytes, 1
+LONG_KINDS = (
+    (torch.bfloat16, E4M3, "bfloat16->e4m3fn"),
+    (torch.float32, E5M2, "float32->e5m2"),
+    (torch.float16, E4M3, "float16->e4m3fn"),
+)
+
+
+def long_rows() -> Iterator[tuple[str, Program]]:
+    """Of every cluster; of rows that end within the columns of a thread; of data that lie askew."""
+    for source, target, kind in LONG_KINDS:
+        for columns in LONG_ROWS:
+            if quantize_long.plan_for(columns, source.itemsize, 8):
+                plan = quantize_long.plan_of(8192, columns, source.itemsize, SMS)
+                bound = quantize_long.bind(columns, plan, True, source, target)
+                yield f"quantize_long_row {columns} {kind}", bound.program
+        plan = quantize_long.plan_of(1, 17283, source.itemsize, SMS)
+        bound = quantize_long.bind(17283, plan, False, source, target)
+        yield f"quantize_long_row 17283 askew {kind}", bound.program
+        bound = quantize_long.bind(17283, plan, True, source, target, power_of_two=True)
+        yield f"quantize_long_row_power_of_two 17283 {kind}", bound.program
+
+
 def programs() -> Iterator[tuple[str, Program]]:
     """Programs by kernel, size and words."""
     for words, kind in (KINDS | ANY_SIZE).items():
@@ -160,3 +184,4 @@ def programs() -> Iterator[tuple[str, Program]]:
     yield "norm_backward adds bfloat16", gradient_sums.bind().program
     yield "norm_backward of a bias", column_sums.bind().program
     yield from dequantizers()
+    yield from long_rows()
