@@ -55,7 +55,7 @@ _MOST_MAPS = 1024
 class Slots(NamedTuple):
     """Of x0 and x; the macros of gemm_cross.cu explain both."""
 
-    count: int
+    pieces: int
     lag: int
 
 
@@ -106,7 +106,7 @@ def macros_of(
             "BIAS")  # fmt: skip
     return {
         **{name: macros[name] for name in kept}, "STAGES": stages, "KEEPS": int(keeps),
-        "SAME": int(is_one), "SLOTS": tried.count, "LAG": tried.lag, "SHARED_BYTES": shared,
+        "SAME": int(is_one), "SLOTS": tried.pieces, "LAG": tried.lag, "SHARED_BYTES": shared,
     }  # fmt: skip
 
 
@@ -118,8 +118,8 @@ def _room(
     stage = tile.height * depth + (0 if tile.resident else tile.block_n * depth) + 16
     stage += scale_rows(tile, kind) * 4 if kind.in_mainloop else 0
     fixed = steps * (tile.block_n * depth + 8) if tile.resident else 0
-    pieces = slots.count * (2 - is_one) + (slots.lag + 1) * (keeps and is_one)
-    fixed += tile.warpgroups * (pieces * PIECE_BYTES + slots.count * 16)
+    held = slots.pieces * (2 - is_one) + (slots.lag + 1) * (keeps and is_one)
+    fixed += tile.warpgroups * (held * PIECE_BYTES + slots.pieces * 16)
     fixed += tile.warpgroups * tile.block_n * 4 * ((kind.scales == "row") + (kind.bias_bytes > 0))
     fixed += 64  # what lies at multiples of 16 bytes
     stages = min(tiles.MOST_STAGES, (tiles.SHARED_BYTES - fixed) // (tile.pipelines * stage))

@@ -33,11 +33,11 @@ TURNS = 4  # of rows whose magnitudes are kept
 # Pieces of rows that the ring holds, at the least: one that is cast, one whose amax is taken, and
 # one that is on its way.
 LEAST_PIECES = 3
-# Predicted, not measured: bytes per microsecond that an H200 moves, and one of its multiprocessors;
-# microseconds from the last byte's arrival to the end, per byte of a piece; what a cluster adds.
-RATE, RATE_OF_BLOCK = 4.25e6, 0.06e6
-END_PER_BYTE, CLUSTER_US = 35e-6, 1.0
-TIE = 1.03  # times so close are equal
+# And at the most: 8192 rows of 17280 columns take an H200 106 us with four, 111 with six.
+MOST_PIECES = 4
+# Of a row a block takes at most so much: 256 rows of 69120 columns take 18.4 us with pieces of 34
+# KB in clusters of four, 27 with half of that in clusters of eight.
+PIECE_BYTES = 40 * 1024
 
 
 class Plan(NamedTuple):
@@ -79,7 +79,7 @@ def plan_for(
     boxes = free_bytes // (box * item + 16)
     if boxes < LEAST_PIECES * per_piece:
         return None
-    return Plan(cluster, piece, box, per_piece, boxes, threads)
+    return Plan(cluster, piece, box, per_piece, min(boxes, MOST_PIECES * per_piece), threads)
 
 
 def _round_up(columns: int) -> int:
@@ -92,22 +92,12 @@ def clusters_at_once(cluster: int, units: int) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def plan_of(rows: int, columns: int, item: int, units: int) -> Plan:
-    """The smallest cluster of those that are predicted to be as fast as the fastest.
-
-    Of many rows it is the smallest one whose blocks hold enough pieces. Of few rows a larger one
-    has less to do after the last byte: 256 rows of 69120 columns take 8 blocks each, 8192 take 2.
-    """
-    plans = [plan for cluster in CLUSTERS if (plan := plan_for(columns, item, cluster))]
-    times = [_predicted_us(rows, plan, item, units) for plan in plans]
-    return next(p for p, us in zip(plans, times, strict=True) if us <= TIE * min(times))
-
-
-def _predicted_us(rows: int, plan: Plan, item: int, units: int) -> float:
-    piece_bytes = plan.piece * (item + 1)
-    rounds = -(-rows // clusters_at_once(plan.cluster, units))
-    moving = max(rows * plan.cluster * piece_bytes / RATE, rounds * piece_bytes / RATE_OF_BLOCK)
-    return moving + plan.piece * item * END_PER_BYTE + CLUSTER_US * (plan.cluster > 1)
+def plan_of(columns: int, item: int) -> Plan:
+    """The smallest cluster with pieces of at most `PIECE_BYTES`, else the largest one."""
+    fitting = (n for n in CLUSTERS if _round_up(-(-columns // n)) * item <= PIECE_BYTES)
+    plan = plan_for(columns, item, next(fitting, CLUSTERS[-1]))
+    assert plan is not None  # `supports` says so
+    return plan
 
 
 @functools.lru_cache(maxsize=4096)
@@ -183,8 +173,8 @@ def _quantize(
     if is_column_major(x) or (x.data_ptr() | x.stride(0) * x.element_size()) & 15:
         quantize._quantize(Granularity.ROW, power_of_two, x, data, scale, workspace)
         return
-    units = jit.compute_units(x.get_device())
-    launch(x, data, scale, plan_of(*x.shape, x.element_size(), units), units, power_of_two)
+    plan = plan_of(x.shape[1], x.element_size())
+    launch(x, data, scale, plan, jit.compute_units(x.get_device()), power_of_two)
 
 
 for _epilogue in ("none", "power_of_two"):

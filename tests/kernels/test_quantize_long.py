@@ -76,19 +76,18 @@ def test_rings_fit_and_hold_enough_pieces() -> None:
     assert {plan.cluster for _, plan in found} == {1, 2, 4, 8}
     for item, plan in found:
         assert plan.shared_bytes(item) <= tiles.SHARED_BYTES
-        assert plan.boxes >= quantize_long.LEAST_PIECES * plan.per_piece
+        least, most = quantize_long.LEAST_PIECES, quantize_long.MOST_PIECES
+        assert least <= plan.boxes / plan.per_piece <= most
         assert plan.per_piece * plan.box >= plan.piece
         assert plan.piece % quantize_long.WIDE == plan.box % quantize_long.WIDE == 0
 
 
-@pytest.mark.parametrize(("rows", "columns", "item", "cluster"), [
-    (8192, 17280, 2, 1), (256, 17280, 2, 1), (1, 17280, 2, 8), (8192, 69120, 2, 2),
-    (256, 69120, 2, 8), (8192, 123200, 2, 4), (8192, 123200, 4, 8), (8192, 262144, 2, 8),
+@pytest.mark.parametrize(("columns", "item", "cluster"), [
+    (17280, 2, 1), (17280, 4, 2), (34560, 2, 2), (69120, 2, 4), (123200, 2, 8), (123200, 4, 8),
+    (262144, 2, 8),
 ])  # fmt: skip
-def test_few_rows_are_shared_by_more_blocks(
-    rows: int, columns: int, item: int, cluster: int
-) -> None:
-    assert quantize_long.plan_of(rows, columns, item, H200.compute_units).cluster == cluster
+def test_longer_rows_are_shared_by_more_blocks(columns: int, item: int, cluster: int) -> None:
+    assert quantize_long.plan_of(columns, item).cluster == cluster
 
 
 def test_clusters_are_those_that_a_gpu_holds() -> None:
@@ -138,7 +137,7 @@ def test_all_that_is_new_is_said_to_be() -> None:
 
 
 def test_float16_has_a_program_of_its_own() -> None:
-    plan = quantize_long.plan_of(8192, 123200, 2, H200.compute_units)
+    plan = quantize_long.plan_of(123200, 2)
     programs = [
         quantize_long.bind(123200, plan, True, source.dtype, Format.E4M3FN.dtype).program
         for source in SOURCES[:2]

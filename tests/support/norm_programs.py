@@ -135,10 +135,10 @@ def long_rows() -> Iterator[tuple[str, Program]]:
     for source, target, kind in LONG_KINDS:
         for columns in LONG_ROWS:
             if quantize_long.plan_for(columns, source.itemsize, 8):
-                plan = quantize_long.plan_of(8192, columns, source.itemsize, SMS)
+                plan = quantize_long.plan_of(columns, source.itemsize)
                 bound = quantize_long.bind(columns, plan, True, source, target)
                 yield f"quantize_long_row {columns} {kind}", bound.program
-        plan = quantize_long.plan_of(1, 17283, source.itemsize, SMS)
+        plan = quantize_long.plan_of(17283, source.itemsize)
         bound = quantize_long.bind(17283, plan, False, source, target)
         yield f"quantize_long_row 17283 askew {kind}", bound.program
         bound = quantize_long.bind(17283, plan, True, source, target, power_of_two=True)
