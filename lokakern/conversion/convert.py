@@ -65,6 +65,7 @@ from lokakern.conversion.tune import Tuning, apply_tuning, tune
 from lokakern.conversion.variants import as_plain
 from lokakern.device import current_device
 from lokakern.errors import FormatError, UnknownNameError, UnsupportedError
+from lokakern.functional.norm_gradient import KERNEL as GRADIENT_KERNEL
 from lokakern.mods.pad import Pad
 from lokakern.nn.adoption import Chosen, adopt, apply_choice, remove_choice
 from lokakern.nn.autocast import CAST, HALF
@@ -88,7 +89,6 @@ from lokakern.nn.module_scan import (
     named_modules,
     shape_of,
 )
-from lokakern.nn.norm_gradient import KERNEL as GRADIENT_KERNEL
 from lokakern.nn.raw_product import RawProduct, is_layer
 from lokakern.nn.rectified import KERNEL as RELU_KERNEL
 from lokakern.nn.rectified import rectified_between

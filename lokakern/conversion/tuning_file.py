@@ -25,10 +25,10 @@ from msgspec import Meta, Struct
 from lokakern.conversion.chain_spans import ChainSites, chain_texts, words_of
 from lokakern.device import current_device
 from lokakern.errors import ChoicesError
+from lokakern.functional.norm_gradient import KERNEL as GRADIENT_KERNEL
 from lokakern.nn.chain_plan import read_plan
 from lokakern.nn.crossed_gradients import KERNEL as CROSS_KERNEL
 from lokakern.nn.module_scan import shape_of
-from lokakern.nn.norm_gradient import KERNEL as GRADIENT_KERNEL
 from lokakern.nn.rectified import KERNEL as RELU_KERNEL
 from lokakern.nn.routed_matmul import PLAIN, read_route
 from lokakern.registry.register import KERNELS

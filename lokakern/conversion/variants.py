@@ -19,13 +19,13 @@ from lokakern.conversion.paired_timing import Variant
 from lokakern.conversion.restored_state import DERIVED
 from lokakern.conversion.routes import EMULATED, GEMMS, Route
 from lokakern.errors import UnsupportedError
+from lokakern.functional.norm_gradient import KERNEL as GRADIENT_KERNEL
 from lokakern.nn.autocast import half_of
 from lokakern.nn.chain_plan import read_plan, steps_at
 from lokakern.nn.compiled_form import BEHIND_CROSS
 from lokakern.nn.crossed_gradients import KERNEL as CROSS_KERNEL
 from lokakern.nn.linear import CHAIN_DATA, CHAIN_SCALE, is_linear
 from lokakern.nn.module_scan import shape_of
-from lokakern.nn.norm_gradient import KERNEL as GRADIENT_KERNEL
 from lokakern.nn.raw_product import RawProduct
 from lokakern.nn.rectified import KERNEL as RELU_KERNEL
 from lokakern.nn.routed_matmul import PLAIN, kernel_at, read_route

@@ -170,6 +170,21 @@ def check_out(op: str, out: Tensor | None, shape: tuple[int, int], dtype: torch.
     return not out.is_contiguous()
 
 
+def row_major(x: Tensor, apart: bool = False) -> Tensor:
+    """A row-major matrix with aligned rows; a copy if x is not.
+
+    ``apart`` allows gaps between rows, as in a slice.
+    """
+    columns, item = x.shape[1], x.element_size()
+    step = item * columns
+    mask = min(step & -step, 16) - 1
+    pitch = x.stride(0)
+    fits = apart and pitch > columns and not item * pitch & mask
+    if x.stride(1) != 1 or not (fits or pitch == columns):
+        x = x.contiguous()  # such as an expanded gradient
+    return x.clone() if x.data_ptr() & mask else x
+
+
 def note_write(given: Tensor | None) -> None:
     """Tell autograd, and a recording, of a launch that wrote to a tensor of the caller, if any."""
     if given is None:

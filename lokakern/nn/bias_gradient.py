@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lokakern.functional.checks import row_major
+from lokakern.functional.norm_gradient import KERNEL, gradient_kernel
 from lokakern.native import recorded_op
-from lokakern.nn.norm_gradient import KERNEL, gradient_kernel
-from lokakern.nn.routed_matmul import OPS, row_major
+from lokakern.nn.routed_matmul import OPS
 from lokakern.sums import column_sums
 
 _LIBRARY = torch.library.Library("lokakern", "FRAGMENT")

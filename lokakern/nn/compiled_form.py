@@ -28,10 +28,10 @@ from torch import Tensor, float16, is_grad_enabled
 from torch.compiler import is_exporting
 from torch.nn import Parameter
 
+from lokakern.functional.norm_gradient import CHUNK, is_fast, takes
 from lokakern.nn.autocast import CAST, half_of
 from lokakern.nn.bias_gradient import AddedBias
 from lokakern.nn.logit import dot
-from lokakern.nn.norm_gradient import CHUNK, is_fast, takes
 from lokakern.nn.routed_matmul import (
     FLOAT16,
     constant_of,

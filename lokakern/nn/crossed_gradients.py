@@ -26,6 +26,7 @@ from torch import Tensor, fx
 
 from lokakern import numerics
 from lokakern.device import current_device
+from lokakern.functional.checks import row_major
 from lokakern.native import recorded_op
 from lokakern.nn.graph_edit import (
     PARTS,
@@ -46,7 +47,6 @@ from lokakern.nn.routed_matmul import (
     fp8_on,
     multiply_quantized,
     route_text,
-    row_major,
     uncrossed,
 )
 from lokakern.quantized_tensor import empty_data

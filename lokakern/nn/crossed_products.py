@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from lokakern.device import current_device
+from lokakern.functional.checks import row_major
 from lokakern.native import recorded_op
 from lokakern.nn import routed_matmul
 from lokakern.nn.graph_edit import RESHAPES, add, behind_gradients, is_recomputed, replace, value
@@ -67,7 +68,7 @@ def _crossed_product(
         return torch.addcmul(x.float(), x0.float(), z.float()).to(z.dtype), z
     operands = routed_matmul.quantized_operands(kernel, a, b, data, scale, left, left_scales)
     d, z = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
-    x0, x = (routed_matmul.row_major(y, apart=True) for y in (x0, x))
+    x0, x = (row_major(y, apart=True) for y in (x0, x))
     crossing.launch(*operands, d, NormEpilogue(bias=bias, x0=x0, x=x), (), z)
     return d, z
 

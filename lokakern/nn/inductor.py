@@ -27,12 +27,12 @@ import torch
 from torch import Tensor
 
 from lokakern import numerics, sampled_check
+from lokakern.functional import norm_gradient as _norm_gradient  # noqa: F401  # defines its op
 from lokakern.native import NATIVE
 from lokakern.nn import bias_gradient as _bias_gradient  # noqa: F401  # defines its op
 from lokakern.nn import crossed_gradients as _crossed_gradients  # noqa: F401  # defines its ops
 from lokakern.nn import crossed_products as _crossed_products  # noqa: F401  # defines its op
 from lokakern.nn import logit as _logit  # noqa: F401  # defines its op
-from lokakern.nn import norm_gradient as _norm_gradient  # noqa: F401  # defines its op
 from lokakern.nn import routed_matmul
 from lokakern.nn.routed_chain import form_of_input  # and its module defines ops
 from lokakern.types import GROUP, Granularity

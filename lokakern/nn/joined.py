@@ -2,8 +2,8 @@
 
 The forward pass is that of the modules, which a compiler fuses with what reads its output, such as
 a quantizer. In the backward pass the gradients of the layer's output, of its bias and of the norm's
-vectors, as far as there are any, come from `lokakern.nn.norm_gradient` instead of several kernels
-of the compiler, and the layer does not compute that of the bias.
+vectors, as far as there are any, come from `lokakern.functional.norm_gradient` instead of several
+kernels of the compiler, and the layer does not compute that of the bias.
 """
 
 from __future__ import annotations
@@ -17,21 +17,19 @@ from torch.compiler import is_compiling, is_exporting
 from torch.nn import Parameter
 from torch.nn.functional import hardswish, layer_norm, relu, rms_norm, silu
 
+from lokakern.functional.norm_gradient import (
+    FEWEST_VECTORS,
+    LONGEST_COMPILED,
+    is_fast,
+    takes,
+)
 from lokakern.nn.autocast import CAST, half_of
 from lokakern.nn.chain_call import has_own_call, is_usual
 from lokakern.nn.compiled_form import fuse_quantizers
 from lokakern.nn.linear import ALTERED, Linear, is_linear
-from lokakern.nn.norm_gradient import is_fast, takes
 from lokakern.nn.rectified import are_calls_plain, has_backward_hooks
 from lokakern.nn.routed_matmul import FLOAT16, OPS, in_dtype
 
-# Columns that share statistics. Training steps of three layers with LayerNorm and relu take an H200
-# 0.71 to 0.99 times as long with it at 128 to 2048 columns and 512 to 32768 rows, and at 4096
-# columns 0.98 to 1.08.
-LONGEST_ROW = 2048
-# Behind a norm the op pays by the sums for vectors. With one or none such steps take 1.02 to 1.09
-# times as long with it (1024 columns, 8192 rows), with two or more 0.85 to 0.89.
-FEWEST_VECTORS = 2
 NORMS = (nn.LayerNorm, nn.RMSNorm)
 ACTIVATIONS: dict[type[nn.Module], str] = {
     nn.ReLU: "relu",
@@ -82,7 +80,7 @@ def joined_at(layer: nn.Module, norm: nn.Module | None, activation: str) -> str:
     vectors = (layer.bias, *norm.parameters())
     if sum(vector is not None for vector in vectors) < FEWEST_VECTORS:
         return ""
-    return f"{kind} {activation}" if kind and columns == of_norm <= LONGEST_ROW else ""
+    return f"{kind} {activation}" if kind and columns == of_norm <= LONGEST_COMPILED else ""
 
 
 def read_by(readers: Sequence[nn.Module], text: str) -> str:

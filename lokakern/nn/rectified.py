@@ -17,6 +17,7 @@ from torch.compiler import is_compiling, is_exporting
 from torch.nn import Parameter, ReLU  # not by torch.nn: see `lokakern.nn.routed_matmul`
 
 from lokakern.functional.checks import is_traced
+from lokakern.functional.norm_gradient import is_fast
 from lokakern.nn.autocast import CAST, HALF, half_of
 from lokakern.nn.chain_call import has_global_hooks, has_own_call, is_usual, rows_in, static_rows
 from lokakern.nn.compiled_form import fuse_quantizers
@@ -27,7 +28,6 @@ from lokakern.nn.linear import (
     _wants_gradients,
     is_linear,
 )
-from lokakern.nn.norm_gradient import is_fast
 from lokakern.nn.routed_matmul import (
     FLOAT16,
     OPS,

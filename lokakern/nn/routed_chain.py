@@ -19,13 +19,14 @@ from lokakern import scratch
 from lokakern.chain.launches import Matrix, empty_matrix, kernel_on, launcher_of, read_as
 from lokakern.device import current_device
 from lokakern.epilogue import norm_form
+from lokakern.functional.checks import row_major
 from lokakern.functional.norm_checks import aligned_epilogue
 from lokakern.functional.quantize import dequantize
 from lokakern.functional.static_scale import new_bound_scale
 from lokakern.native import NATIVE, recorded_op
 from lokakern.nn.block_rms_norm import block_rms_norm
 from lokakern.nn.chain_plan import ChainLayer, Steps, read_plan, steps_at
-from lokakern.nn.routed_matmul import OPS, dtype_of, equal_scales, fp8_on, laid_out, row_major
+from lokakern.nn.routed_matmul import OPS, dtype_of, equal_scales, fp8_on, laid_out
 from lokakern.norm import Norm, largest
 from lokakern.numerics import SMALLEST_SCALE
 from lokakern.quantized_tensor import pitch_of

@@ -32,6 +32,7 @@ from lokakern import jit, sampled_check
 from lokakern.device import current_device
 from lokakern.epilogue import Epilogue, NormEpilogue
 from lokakern.errors import ShapeError, UnsupportedError
+from lokakern.functional.checks import row_major
 from lokakern.functional.quantize import dequantize, quantize
 from lokakern.functional.scaled_gemm import scaled_gemm
 from lokakern.native import forget, plain_op, recorded_op
@@ -781,21 +782,6 @@ def fp8_on(device: torch.device) -> torch.dtype:
     if _IS_AMD and device.type == "cuda":
         return fp8_format(current_device("cuda", device.index or 0)).dtype
     return float8_e4m3fn
-
-
-def row_major(x: Tensor, apart: bool = False) -> Tensor:
-    """A row-major matrix with aligned rows; a copy if x is not.
-
-    ``apart`` allows gaps between rows, as in a slice.
-    """
-    columns, item = x.shape[1], x.element_size()
-    step = item * columns
-    mask = min(step & -step, 16) - 1
-    pitch = x.stride(0)
-    fits = apart and pitch > columns and not item * pitch & mask
-    if x.stride(1) != 1 or not (fits or pitch == columns):
-        x = x.contiguous()  # such as an expanded gradient
-    return x.clone() if x.data_ptr() & mask else x
 
 
 def _empty(

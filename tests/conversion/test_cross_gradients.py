@@ -22,10 +22,10 @@ from lokakern.conversion.cross_gradients import (
 )
 from lokakern.conversion.routes import GEMMS, grad_input_problem
 from lokakern.conversion.tune import Tuning, tune
+from lokakern.functional.norm_gradient import KERNEL as GRADIENT_KERNEL
 from lokakern.nn.compiled_form import SUMS, kernels_behind_cross
 from lokakern.nn.crossed_gradients import KERNEL
 from lokakern.nn.linear import Linear
-from lokakern.nn.norm_gradient import KERNEL as GRADIENT_KERNEL
 from lokakern.nn.routed_matmul import SHARED
 from lokakern.probe.problems import way_of
 from lokakern.problems import make_problem

@@ -19,11 +19,11 @@ from lokakern.conversion.convert import Conversion
 from lokakern.conversion.routes import GEMMS, problem_of
 from lokakern.errors import ChoicesError, FormatError, UnsupportedError
 from lokakern.functional import checks
+from lokakern.functional.norm_gradient import KERNEL as GRADIENT_KERNEL
 from lokakern.nn import compiled_form, joined, rectified
 from lokakern.nn.chain_plan import steps_at
 from lokakern.nn.graph_products import linear_products
 from lokakern.nn.linear import Linear
-from lokakern.nn.norm_gradient import KERNEL as GRADIENT_KERNEL
 from lokakern.nn.rectified import KERNEL as RELU_KERNEL
 from lokakern.nn.routed_matmul import FLOAT16, PLAIN
 from lokakern.problems import make_problem

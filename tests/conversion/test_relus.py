@@ -19,9 +19,9 @@ from lokakern.conversion.convert import Conversion
 from lokakern.conversion.tune import Tuning, tune
 from lokakern.conversion.variants import OTHER_FORM
 from lokakern.errors import ChoicesError
+from lokakern.functional.norm_gradient import KERNEL as GRADIENT_KERNEL
 from lokakern.nn.compiled_form import DOT, LOGIT, SUMS
 from lokakern.nn.linear import Linear
-from lokakern.nn.norm_gradient import KERNEL as GRADIENT_KERNEL
 from lokakern.nn.rectified import KERNEL
 from lokakern.nn.routed_matmul import kernel_at
 from lokakern.problems import make_problem

@@ -17,8 +17,8 @@ from lokakern import mods
 from lokakern.conversion import convert as conversion
 from lokakern.conversion.convert import Conversion
 from lokakern.conversion.tune import Tuning, tune
+from lokakern.functional.norm_gradient import KERNEL as GRADIENT_KERNEL
 from lokakern.nn.crossed_forward import crossed_of
-from lokakern.nn.norm_gradient import KERNEL as GRADIENT_KERNEL
 from lokakern.nn.rectified import KERNEL
 from lokakern.nn.routed_matmul import kernel_at
 from lokakern.problems import make_problem

@@ -20,12 +20,12 @@ from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
 
 from lokakern.bench.models.zoo.hstu import HSTU
+from lokakern.functional.norm_gradient import is_fast
 from lokakern.nn import bias_gradient, compiled_form
 from lokakern.nn.adoption import Chosen, adopt, apply_choice, remove_choice
 from lokakern.nn.compiled_form import DOT, LOGIT, SUMS, form_at, form_of
 from lokakern.nn.graph_passes import Passes
 from lokakern.nn.linear import Linear
-from lokakern.nn.norm_gradient import is_fast
 from lokakern.nn.routed_matmul import in_dtype
 from lokakern.sums import column_sums
 from tests.support import compiled_steps
@@ -380,7 +380,7 @@ def test_a_form_of_a_file_is_a_constant_for_a_compiler() -> None:
 
 
 def test_a_sum_of_products_before_the_op_of_gradients_stays_a_sum() -> None:
-    """Inductor asks for this tag, see `lokakern.nn.norm_gradient`; on GPUs only."""
+    """Inductor asks for this tag, see `lokakern.functional.norm_gradient`; on GPUs only."""
     assert torch.Tag.pointwise in torch.ops.lokakern.norm_gradient.default.tags
 
 

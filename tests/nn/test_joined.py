@@ -15,7 +15,8 @@ from torch._inductor.utils import run_and_get_code
 from torch.nn.functional import layer_norm
 
 from lokakern import mods
-from lokakern.nn import joined, norm_gradient, rectified
+from lokakern.functional import norm_gradient
+from lokakern.nn import joined, rectified
 from lokakern.nn.block_rms_norm import BlockRMSNorm
 from lokakern.nn.joined import count_joined, joined_between
 from lokakern.nn.linear import Linear
@@ -87,7 +88,7 @@ def test_where_gradients_are_joined() -> None:
     )  # fmt: skip
     for norm in norms:  # the first is of K columns of rows of N, seen as more rows
         assert not any(joined_between(nn.Sequential(Linear(K, N), norm, nn.ReLU()).bfloat16()))
-    wide = 2 * joined.LONGEST_ROW
+    wide = 2 * norm_gradient.LONGEST_COMPILED
     for norm in (nn.LayerNorm(wide), nn.RMSNorm(wide)):
         assert not any(joined_between(nn.Sequential(Linear(8, wide), norm).bfloat16()))
     alone = nn.Sequential(Linear(K, N, bias=False), nn.RMSNorm(N)).bfloat16()
@@ -627,7 +628,7 @@ def test_a_gpu_kernel_has_the_values_of_the_emulation(
     m: int, of_vectors: torch.dtype | None, half: torch.dtype
 ) -> None:
     """Called three times: the third is replayed."""
-    for n in (8, 264, joined.LONGEST_ROW):
+    for n in (8, 264, norm_gradient.LONGEST_COMPILED):
         dd, y = (torch.randn(m, n, device="cuda").to(half) for _ in range(2))
         vectors = (torch.randn(n, device="cuda").to(of_vectors or half) for _ in range(3))
         bias, weight, shift = vectors

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lokakern import numerics
 from lokakern.errors import UnknownNameError
+from lokakern.functional.checks import row_major
 from lokakern.nn import compiled_form, linear, routed_matmul
 from lokakern.nn.adoption import adopt, release
 from lokakern.nn.linear import Linear, PlainLinear, Routed
@@ -570,7 +571,7 @@ def test_gaps_between_rows_are_kept_only_for_kernels_that_read_them() -> None:
         (torch.randn(7, 77).bfloat16()[:, 1:38], True, True),  # which 37 columns do anyway
         (wide[:1].expand(7, 96), True, False), (wide, False, True),
     ]:  # fmt: skip
-        found = routed_matmul.row_major(x, apart)
+        found = row_major(x, apart)
         assert (found.data_ptr() == x.data_ptr()) == is_kept
         assert torch.equal(found, x) and (is_kept or found.is_contiguous())
     for op in (torch.ops.lokakern.weight_gradient, torch.ops.lokakern.quantize_weight):

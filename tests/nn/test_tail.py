@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from lokakern.conversion.tail_sites import found_tails
-from lokakern.nn import crossed_forward, joined, norm_gradient, rectified
+from lokakern.functional import norm_gradient
+from lokakern.nn import crossed_forward, joined, rectified
 from lokakern.nn.crossed_forward import crossed_of, remove_crosses, set_crosses
 from lokakern.nn.joined import joined_between
 from lokakern.nn.linear import Linear
