@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -195,18 +195,22 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         a, weight = ctx.saved_tensors
-        return (*_gemm_gradients(grad, a, weight, ctx.needs_input_grad), None)
+        needs = ctx.needs_input_grad
+        bias = grad.sum(0) if needs[2] else None
+        return (*product_gradients(grad, a, weight, needs[:2]), bias, None)
 
 
-def _gemm_gradients(
-    grad: Tensor, a: Tensor, weight: Tensor, needs: Sequence[bool]
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of ``a @ weight + bias`` for a, weight ``[k, n]`` and bias."""
-    return (
-        grad @ weight.t() if needs[0] else None,
-        a.t() @ grad if needs[1] else None,
-        grad.sum(0) if needs[2] else None,
-    )
+def product_gradients(
+    grad: Tensor, a: Tensor, weight: Tensor, needs: Sequence[bool],
+    multiply: Callable[[Tensor, Tensor], Tensor] = torch.matmul,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """Gradients of ``a @ weight`` for a and weight ``[k, n]``, in their layouts, as torch's are."""
+    of_a = multiply(grad, weight.t()) if needs[0] else None
+    if not needs[1]:
+        return of_a, None
+    # A weight.t() is column-major: autograd would copy the gradient of a weight in another layout.
+    is_turned = weight.stride(0) == 1 and weight.stride(1) != 1
+    return of_a, multiply(grad.t(), a).t() if is_turned else multiply(a.t(), grad)
 
 
 def _plain_gemm(a: Tensor, b: Tensor | QuantizedTensor, bias: Tensor | None) -> Tensor:
@@ -348,9 +352,8 @@ def _gemm_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     needs = ctx.needs_input_grad
     weight_needs = needs[1] if ctx.plain or not ctx.has_source else needs[3]
     left, right = ctx.saved_tensors
-    a, weight, bias = _gemm_gradients(
-        grad, left, right, (needs[0], weight_needs, ctx.has_bias and needs[4])
-    )
+    a, weight = product_gradients(grad, left, right, (needs[0], weight_needs))
+    bias = grad.sum(0) if ctx.has_bias and needs[4] else None
     if weight is not None and not ctx.plain:
         weight = weight.t()
     b, source = (None, weight) if ctx.has_source else (weight, None)

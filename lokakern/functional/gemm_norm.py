@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -20,8 +22,10 @@ from lokakern.functional.checks import (
     checked_scale,
     note_write,
 )
+from lokakern.functional.gemm import gemm, product_gradients
 from lokakern.functional.norm_checks import (
     MATRICES,
+    VECTORS,
     Cross,
     aligned_epilogue,
     check_bounded,
@@ -37,6 +41,7 @@ from lokakern.functional.norm_checks import (
     scale_of,
     shown_name,
 )
+from lokakern.functional.norm_gradient import is_faster_compiled  # and its module defines the op
 from lokakern.functional.static_scale import (
     bound_scale,
     check_number,
@@ -74,6 +79,7 @@ from lokakern.types import (
 )
 
 HALVES = "bfloat16", "float16"
+GRADIENTS = "X12"  # the distribution of operands of a backward pass
 Matrix = Tensor | QuantizedTensor
 Scale = Tensor | float | str | None
 _PLANS: dict[Any, Table] = {}
@@ -159,7 +165,7 @@ def gemm_norm(
     """Multiply and normalize, ``f(norm(a @ b + bias))``, with the fastest kernel within ``budget``.
 
     A fused kernel normalizes unrounded sums; statistics are float32. Gradients are those of the
-    unquantized product.
+    unquantized function; with a budget, the products that they take are within it, on gradients.
 
     Args:
         a: ``[m, k]``, bfloat16 or float16, any strides; or from `quantize`.
@@ -229,7 +235,7 @@ def gemm_norm(
     if torch.is_grad_enabled() and _needs_grad(a, b, epilogue):
         plain = out_format in (None, *HALVES) and kind[1:] == (None, None)
         return _differentiable(
-            a, b, epilogue, out, plain,
+            a, b, epilogue, out, plain, budget,
             lambda: _dispatched(a, b, epilogue, out, kind, budget, distribution, on_miss),
         )  # fmt: skip
     return _dispatched(a, b, epilogue, out, kind, budget, distribution, on_miss)
@@ -557,9 +563,10 @@ def _differentiable(
     epilogue: NormEpilogue,
     out: Tensor | None,
     plain: bool,
+    budget: ErrorBudget | float | None,
     call: Callable[[], Any],
 ) -> Tensor:
-    """The result of ``call``, with the gradient of the unquantized product.
+    """The result of ``call``, with the gradient of the unquantized function.
 
     Only operands are saved; the backward pass multiplies and normalizes again.
     """
@@ -568,13 +575,14 @@ def _differentiable(
     if isinstance(b, QuantizedTensor):
         source = b.data if b.source is None else b.source
         weight = source.t() if b.transposed else source
+        budget = b.budget if budget is None else budget
     tensors = (getattr(epilogue, name) for name in _TENSORS)
-    result: Tensor = _Differentiable.apply(a, weight, *tensors, epilogue, call)  # type: ignore[no-untyped-call]
+    result: Tensor = _Differentiable.apply(a, weight, *tensors, epilogue, budget, call)  # type: ignore[no-untyped-call]
     return result
 
 
 class _Differentiable(torch.autograd.Function):
-    """Forward by a kernel; backward through torch's operators in float32, computed again."""
+    """Forward by a kernel; backward from operands, by `_gradients`."""
 
     @staticmethod
     def forward(*arguments: Any) -> Any:
@@ -582,13 +590,15 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.save_for_backward(*inputs[:-2])
-        ctx.epilogue = inputs[-2]._replace(**dict.fromkeys(_TENSORS))
+        ctx.save_for_backward(*inputs[:-3])
+        ctx.epilogue = inputs[-3]._replace(**dict.fromkeys(_TENSORS))
+        ctx.budget = inputs[-2]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        needs = ctx.needs_input_grad[:-2]
-        return (*_gradients(grad, ctx.saved_tensors, ctx.epilogue, needs), None, None)
+        needs = ctx.needs_input_grad[:-3]
+        found = _gradients(grad, ctx.saved_tensors, ctx.epilogue, needs, ctx.budget)
+        return (*found, None, None, None)
 
 
 def _gradients(
@@ -596,29 +606,104 @@ def _gradients(
     saved: Sequence[Tensor | None],
     form: NormEpilogue,
     needs: Sequence[bool],
+    budget: ErrorBudget | float | None,
 ) -> list[Tensor | None]:
-    """Gradients of ``a``, ``b`` and the tensors of an epilogue by torch's operators in float32.
+    """Gradients of ``a``, ``b`` and the tensors of an epilogue, from rows multiplied again.
+
+    That product is unquantized, in the dtype of its operands: the norm and the activation are
+    differentiated where the unquantized function is. So are the products with the gradient of the
+    rows, unless a kernel was measured to be faster within the budget. Between them everything is
+    float32: by one kernel, or by torch's operators behind a gate or a cross, for a second
+    derivative, and where a compiler fuses them into faster kernels.
 
     Args:
         grad: Of the output, ``[m, n]``.
         saved: a, b ``[k, n]``, and `_TENSORS` of the epilogue.
         form: The epilogue without tensors.
         needs: Of which of ``saved`` a gradient is needed.
+        budget: Of the call; for a second derivative nothing is quantized.
     """
+    again = torch.is_grad_enabled() and not is_compiling()  # with create_graph=True
+    a, weight, *tensors = saved
+    assert a is not None and weight is not None
+    epilogue = form._replace(**dict[str, Any](zip(_TENSORS, tensors, strict=True)))
+    wanted = {name for name, need in zip(_TENSORS, needs[2:], strict=True) if need}
+    added = {"x", "residual"} if form.residual_last else {"x"}  # to the output
+    found: dict[str, Tensor | None] = dict.fromkeys(wanted & added, grad)
+    wanted -= added
+    if needs[0] or needs[1]:
+        wanted.add("y")
+    left = right = None
+    if wanted:
+        with torch.set_grad_enabled(again), _without_autocast(grad.device.type):
+            by_op = not again and _has_op(epilogue, wanted, grad)
+            make = _gradients_by_op if by_op else _gradients_by_steps
+            found |= make(grad, a, weight, epilogue, wanted)
+            dy = found.get("y")
+            if dy is not None:
+                multiply = torch.matmul
+                if budget is not None and not again and dy.numel():  # a GEMM has terms
+                    multiply = functools.partial(gemm, budget=budget, distribution=GRADIENTS)
+                left, right = product_gradients(dy, a, weight, needs[:2], multiply)
+    return [left, right, *map(found.get, _TENSORS)]
+
+
+def _without_autocast(device: str) -> AbstractContextManager[Any]:
+    """No autocast around a backward pass, which may be to another dtype than the forward pass."""
+    if torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return contextlib.nullcontext()
+
+
+def _has_op(epilogue: NormEpilogue, wanted: Set[str], grad: Tensor) -> bool:
+    """Whether the gradient of the norm is that of an op, and not of torch's operators."""
+    if epilogue.gate is not None or epilogue.x0 is not None:
+        return False
+    if not is_compiling():
+        return True
+    summed = sum(name in wanted for name in VECTORS)
+    return is_faster_compiled(grad.shape[1], epilogue.norm, summed, grad.device.type)
+
+
+def _gradients_by_op(
+    grad: Tensor, a: Tensor, weight: Tensor, epilogue: NormEpilogue, wanted: Set[str]
+) -> dict[str, Tensor | None]:
+    """Gradients of the sums, y, and of an epilogue with an activation, by name."""
+    bias, residual = epilogue.bias, epilogue.residual
+    # Rounded as by the unfused kernel: the op reads rows in the dtype of the operands.
+    y = a @ weight if bias is None else torch.addmm(bias.to(a.dtype), a, weight)
+    if residual is not None and not epilogue.residual_last:
+        y = y + residual
+    vectors = {name: getattr(epilogue, name) for name in VECTORS}
+    vectors["bias"] = bias if "bias" in wanted else None
+    norm = epilogue.norm
+    dy, sums = torch.ops.lokakern.norm_gradient(
+        grad, y, *vectors.values(), str(norm), epilogue.activation, norm.eps
+    )
+    names = [name for name, x in vectors.items() if x is not None]
+    found = {"y": dy, "residual": dy, **{name: sums[i] for i, name in enumerate(names)}}
+    return {name: found[name] for name in wanted}
+
+
+def _gradients_by_steps(
+    grad: Tensor, a: Tensor, weight: Tensor, epilogue: NormEpilogue, wanted: Set[str]
+) -> dict[str, Tensor | None]:
+    """Gradients of the product, y, and of any epilogue, by name; differentiable with grad mode."""
     from lokakern.kernels.torch.norm import normalized  # lazily: a module of kernels
 
-    again = torch.is_grad_enabled() and not is_compiling()  # with create_graph=True
-    leaves: list[Any] = [
-        None if x is None else x.view_as(x) if again else x.detach().requires_grad_(need)
-        for x, need in zip(saved, needs, strict=True)
-    ]
-    a, weight, *rest = leaves
-    epilogue = form._replace(**dict(zip(_TENSORS, rest, strict=True)))
+    again, leaves = torch.is_grad_enabled(), dict[str, Any](y=a @ weight)
+    for name in _TENSORS:
+        x = getattr(epilogue, name)
+        if x is not None:
+            leaves[name] = x.view_as(x)  # two of them may be one tensor
+    if not again:
+        leaves = {name: x.detach().requires_grad_(name in wanted) for name, x in leaves.items()}
+    inputs = {name: leaves[name] for name in sorted(wanted)}
+    y = leaves.pop("y")
     with torch.enable_grad():
-        result = normalized(a.float() @ weight.float(), epilogue).to(grad.dtype)
-    wanted = [x for x, need in zip(leaves, needs, strict=True) if need]
-    found = iter(torch.autograd.grad(result, wanted, grad, create_graph=again))
-    return [next(found) if need else None for need in needs]
+        rows = normalized(y.float(), epilogue._replace(**leaves)).to(grad.dtype)
+        found = torch.autograd.grad(rows, tuple(inputs.values()), grad, create_graph=again)
+    return dict(zip(inputs, found, strict=True))
 
 
 # --- as ops of torch.compile
@@ -852,6 +937,7 @@ def _save_for_gemm_norm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> No
     ctx.is_turned = b_form != ""
     weight = inputs[ctx.right]
     ctx.count = len(inputs)
+    ctx.limits = inputs[-3]
     ctx.form = epilogue_of_call("gemm_norm", norm=words[7], eps=words[8], activation=words[9],
                                 gate=None)._replace(residual_last=words[10])  # fmt: skip
     ctx.save_for_backward(a, weight.t() if ctx.is_turned else weight, *words[:7])
@@ -860,8 +946,9 @@ def _save_for_gemm_norm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> No
 def _gemm_norm_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     needs = ctx.needs_input_grad
     found = _gradients(
-        grad, ctx.saved_tensors, ctx.form, (needs[0], needs[ctx.right], *needs[7:14])
-    )
+        grad, ctx.saved_tensors, ctx.form, (needs[0], needs[ctx.right], *needs[7:14]),
+        budget_of_limits(ctx.limits),
+    )  # fmt: skip
     gradients: list[Tensor | None] = [None] * ctx.count
     weight = found[1]
     gradients[0] = found[0]

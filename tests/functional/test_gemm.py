@@ -49,6 +49,7 @@ from lokakern.types import (
     Problem,
     QuantizedTensor,
 )
+from lokakern.workloads import gemm_gradient_cases
 from tests.support.rows_at_once import RowsAtOnce
 
 load_kernels()
@@ -380,10 +381,48 @@ def test_gradients_equal_the_gradients_of_the_unquantized_product(prepared: bool
     grad = torch.randn_like(y)
     found = torch.autograd.grad(y, (x, w, bias), grad)
     expected = torch.autograd.grad(torch.addmm(bias, x, w.t()), (x, w, bias), grad)
+    assert [g.stride() for g in found] == [g.stride() for g in expected]  # that need no copy
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=1e-2)
     with pytest.raises(UnsupportedError, match="no_grad"):
         lokakern.gemm(x, b, budget=0.06, out=torch.empty(48, 40, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.rest)])
+def test_gradients_of_gemm_norm_are_products_within_the_budget(is_compiled: bool, fp8: Fp8) -> None:
+    """Both in FP8 where that was measured to be faster, with errors on gradients; the rest is not.
+
+    The bias has the gradient of rows that are multiplied again, unquantized.
+    """
+    x, w = operands()
+    bias = torch.randn(40).bfloat16()
+    leaves = [t.requires_grad_() for t in (x, w, bias)]
+    grad = torch.randn(48, 40).bfloat16()
+    fp8.wins((grad, w.detach()), (grad.t(), x.detach()))
+    assert lokakern.functional.gemm_norm.GRADIENTS == gemm_gradient_cases.GRADIENTS
+
+    def layer(*given: torch.Tensor) -> Any:
+        a, weight, shift = given
+        return lokakern.gemm_norm(
+            a, weight.t(), norm="layer", bias=shift, activation="silu", budget=budget
+        )
+
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    z = torch.nn.functional.layer_norm(exact[0] @ exact[1].t() + exact[2], (40,))
+    wanted = torch.autograd.grad(torch.nn.functional.silu(z), exact, grad.double())
+    run = torch.compile(layer, backend="aot_eager", fullgraph=True) if is_compiled else layer
+    for limit, is_fp8 in ((None, False), (0.03, False), (0.06, True)):
+        budget = limit
+        found = torch.autograd.grad(run(*leaves), leaves, grad)
+        assert [fp8.made(one, other) for one, other in zip(found[:2], wanted, strict=False)] == [
+            is_fp8, is_fp8
+        ]  # fmt: skip
+        assert numerics.measure_errors(found[2][None], wanted[2][None]).row_err < 0.01
+        assert [g.stride() for g in found] == [t.stride() for t in leaves]
+    none = torch.autograd.grad(layer(x[:0], w, bias), (w, bias), grad[:0])  # not even a product
+    assert not any(g.any() for g in none)
+    again = torch.autograd.grad(layer(*leaves), leaves, grad, create_graph=True)
+    assert not fp8.made(again[0].detach(), wanted[0])
 
 
 def test_a_weight_that_stays_unquantized_has_a_gradient() -> None:

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lokakern
 from lokakern import norm, numerics
@@ -26,7 +27,7 @@ from lokakern.errors import (
     UnknownNameError,
     UnsupportedError,
 )
-from lokakern.functional import gemm_norm
+from lokakern.functional import gemm_norm, norm_gradient
 from lokakern.functional.norm_checks import aligned_epilogue, is_aligned
 from lokakern.functional.run import run
 from lokakern.norm import Norm, norm_named
@@ -339,30 +340,289 @@ def test_dispatch_knows_the_ops() -> None:
 # --- gradients
 
 
-def test_gradients_equal_the_gradients_of_the_unquantized_product() -> None:
-    names = ("bias", "norm_weight", "norm_bias", "residual", "gate")
+FUNCTIONS = {"none": lambda z: z, "relu": F.relu, "hardswish": F.hardswish, "silu": F.silu}
+Named = dict[str, torch.Tensor]
 
-    def made() -> list[torch.Tensor]:
-        tensors = (X, W, BIAS, WEIGHT, SHIFT, *BESIDE)
-        return [x.clone().requires_grad_() for x in tensors]
 
-    ours, theirs = made(), made()
-    beside = dict(zip(names, ours[2:], strict=True))
-    y = lokakern.gemm_norm(ours[0], ours[1].t(), norm="layer", **beside, budget=0.06)
-    assert isinstance(y, torch.Tensor) and y.requires_grad
-    upstream = drawn(M, N, seed=12)
-    y.backward(upstream)
-    wide = [x.detach().double().requires_grad_() for x in theirs]
-    x, w, bias, weight, shift, residual, gate = wide
-    z = F.layer_norm(x @ w.t() + bias + residual, (N,), weight, shift)
-    (gate * torch.sigmoid(z)).backward(upstream.double())
-    for mine, exact in zip(ours, wide, strict=True):
-        assert mine.grad is not None and exact.grad is not None
-        assert mine.grad.dtype == mine.dtype
-        error = (mine.grad.double() - exact.grad).norm() / exact.grad.norm()
-        assert error < 0.02
+def operands_of(
+    shape: tuple[int, int, int], dtype: torch.dtype, options: dict[str, Any], device: str = "cpu"
+) -> Named:
+    """All operands of a call, as far as ``options`` name them."""
+    m, n, k = shape
+    shapes: dict[str, tuple[int, ...]] = {"a": (m, k), "w": (n, k)}
+    shapes |= {name: (n,) for name in ("bias", "norm_weight", "norm_bias") if name in options}
+    beside = {"residual": ("residual",), "gate": ("gate",), "cross": ("x0", "x")}
+    shapes |= {name: (m, n) for key, names in beside.items() if key in options for name in names}
+    made = {name: drawn(*shapes[name], seed=seed) for seed, name in enumerate(shapes)}
+    return {name: x.to(device, dtype).requires_grad_() for name, x in made.items()}
+
+
+def call_of(given: Named, options: dict[str, Any]) -> torch.Tensor:
+    """The call; an option that is True is an operand."""
+    found = {name: given.get(name, option) for name, option in options.items()}
+    if "cross" in options:
+        found["cross"] = (given["x0"], given["x"])
+    result = lokakern.gemm_norm(given["a"], given["w"].t(), **found)
+    assert isinstance(result, torch.Tensor)
+    return result
+
+
+def exact_of(given: Named, options: dict[str, Any], rows: torch.Tensor | None = None) -> Any:
+    """The same in float64, and what is normalized: with the values of ``rows``, if given."""
+    a, w = given["a"], given["w"]
+    is_last, zero = options.get("residual_last", False), a.new_zeros(())
+    residual = given.get("residual", zero)
+    y = a @ w.t() + given.get("bias", zero) + (zero if is_last else residual)
+    y.retain_grad()
+    values = y if rows is None else y + (rows.double() - y).detach()
+    parts = given.get("norm_weight"), given.get("norm_bias")
+    z = norm.normalize(values, norm_named(options["norm"]), *parts)
+    if "gate" in given:
+        z = given["gate"] * torch.sigmoid(z)
+    elif "cross" in options:
+        z = given["x0"] * z + given["x"]
+    else:
+        z = FUNCTIONS[options.get("activation", "none")](z)
+    return (z + residual if is_last else z), y
+
+
+def rows_of(given: Named, options: dict[str, Any]) -> torch.Tensor:
+    """What the backward pass normalizes: rounded to the dtype of the operands."""
+    given = {name: x.detach() for name, x in given.items()}
+    bias, residual = given.get("bias"), given.get("residual")
+    product = given["a"] @ given["w"].t()
+    if "gate" in options or "cross" in options:  # by steps of torch in float32 from here
+        product = product.double()
+        product = product if bias is None else product + bias
+    elif bias is not None:
+        product = torch.addmm(bias, given["a"], given["w"].t())
+    return product if residual is None or options.get("residual_last") else product + residual
+
+
+AFFINE = {"bias": True, "norm_weight": True, "norm_bias": True}
+LAST: dict[str, dict[str, Any]] = {
+    "none": {}, "relu": {"activation": "relu"}, "hardswish": {"activation": "hardswish"},
+    "silu": {"activation": "silu"}, "gate": {"gate": True}, "cross": {"cross": True},
+}  # fmt: skip
+BEFORE: dict[str, dict[str, Any]] = {
+    "": {}, "affine": AFFINE, "weight, residual": {"norm_weight": True, "residual": True},
+    "bias, last": {"bias": True, "residual": True, "residual_last": True},
+    "all": {**AFFINE, "residual": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("before", BEFORE)
+@pytest.mark.parametrize("last", LAST)
+@pytest.mark.parametrize("name", ["layer", "rms", "block_rms(11)", "none"])
+@pytest.mark.sample(every=16, of=("last",))
+def test_gradients_are_rounded_where_products_are(name: str, last: str, before: str) -> None:
+    """Of the rows, once dy is, and each result; all else is float32.
+
+    Roundings lose up to u of each element: of dy, what its products make of that. Relu's slope
+    jumps at 0: rows that are rounded across it have another gradient, so float64 gets their values.
+    """
+    options = {"norm": name, **LAST[last], **BEFORE[before]}
+    for dtype, shape in ((torch.bfloat16, (40, 88, 96)), (torch.float16, (33, 77, 50))):
+        check_roundings(options, dtype, shape)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("before", BEFORE)
+@pytest.mark.parametrize("last", LAST)
+@pytest.mark.parametrize("name", ["layer", "rms", "block_rms(64)", "none"])
+@pytest.mark.sample(every=8, of=("last",))
+def test_gradients_are_rounded_where_products_are_on_a_gpu(
+    name: str, last: str, before: str
+) -> None:
+    """Cold, recorded and replayed, by the kernel and, at 77 columns, by its emulation."""
+    options = {"norm": name, **LAST[last], **BEFORE[before]}
+    for n in (256, 1024) if name == "block_rms(64)" else (1024, 77):
+        for dtype in (torch.bfloat16, torch.float16):
+            first, *others = (check_roundings(options, dtype, (333, n, 200), "cuda")
+                              for _ in range(4))  # fmt: skip
+            for other in others:
+                assert all(torch.equal(first[key], x) for key, x in other.items())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("before", ["", "all"])
+@pytest.mark.parametrize("last", ["silu", "gate"])
+def test_compiled_gradients_on_a_gpu(last: str, before: str) -> None:
+    """By the op with the vectors, and by Inductor's kernels; and in a CUDA graph."""
+    options = {"norm": "layer", **LAST[last], **BEFORE[before]}
+    given = operands_of((512, 1024, 256), torch.bfloat16, options, "cuda")
+    upstream = drawn(512, 1024, seed=12).cuda()
+    exact = {name: x.detach().double().requires_grad_() for name, x in given.items()}
+    exact_of(exact, options)[0].backward(upstream.double())
+    wanted = [x.grad for x in exact.values()]
+
+    def gradients(run: Any) -> list[torch.Tensor]:
+        return list(torch.autograd.grad(run(given, options), list(given.values()), upstream))
+
+    def are_near(found: list[torch.Tensor]) -> bool:
+        pairs = zip(found, wanted, strict=True)
+        return all((x.double() - y).norm() <= 3 * 2.0**-9 * y.norm() for x, y in pairs)
+
+    for mode in ("default", "reduce-overhead"):
+        torch._dynamo.reset()
+        compiled = torch.compile(call_of, fullgraph=True, mode=mode)
+        for _ in range(4):
+            assert are_near(gradients(compiled))
+    for _ in range(3):
+        assert are_near(gradients(call_of))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = gradients(call_of)
+    graph.replay()
+    assert are_near(captured)
+
+
+def check_roundings(
+    options: dict[str, Any], dtype: torch.dtype, shape: tuple[int, int, int], device: str = "cpu"
+) -> Named:
+    """Check gradients against float64 with the rows that were normalized; returns them."""
+    u = torch.finfo(dtype).eps / 2
+    ours = operands_of(shape, dtype, options, device)
+    upstream = drawn(shape[0], shape[1], seed=12).to(device, dtype)
+    call_of(ours, options).backward(upstream)
+    exact = {name: x.detach().double().requires_grad_() for name, x in ours.items()}
+    d, y = exact_of(exact, options, rows_of(ours, options))
+    d.backward(upstream.double())
+    dy = y.grad.abs()
+    spread = {"a": dy @ exact["w"].abs(), "w": dy.t() @ exact["a"].abs()}
+    for key, x in ours.items():
+        assert x.grad is not None and x.grad.dtype is dtype
+        wanted = exact[key].grad
+        assert wanted is not None
+        allowed = u * (wanted.abs() + spread.get(key, dy.new_zeros(())))
+        allowed = 1.01 * allowed + 2.0**-13 * wanted.abs().amax()  # float32, and u of u
+        assert ((x.grad.double() - wanted).abs() <= allowed).all(), (dtype, key)
+    return {key: x.grad for key, x in ours.items() if x.grad is not None}
+
+
+@pytest.mark.parametrize("last", ["none", "silu", "gate", "cross"])
+def test_gradients_are_near_those_of_the_unquantized_product(last: str) -> None:
+    """Within three roundings: of rows, dy and the result, each 2^-9 of a norm in bfloat16."""
+    for name, dtype in itertools.product(
+        ("layer", "block_rms(32)"), (torch.bfloat16, torch.float16)
+    ):
+        options = {"norm": name, **LAST[last], **BEFORE["all"], "budget": 0.06}
+        ours = operands_of((M, N, K), dtype, options)
+        upstream = drawn(M, N, seed=12).to(dtype)
+        y = call_of(ours, options)
+        assert y.requires_grad
+        y.backward(upstream)
+        exact = {name: x.detach().double().requires_grad_() for name, x in ours.items()}
+        exact_of(exact, options)[0].backward(upstream.double())
+        for key, x in ours.items():
+            wanted = exact[key].grad
+            assert x.grad is not None and wanted is not None
+            error = (x.grad.double() - wanted).norm() / wanted.norm()
+            assert error <= 3 * torch.finfo(dtype).eps / 4, (name, dtype, key)
     with torch.no_grad():
-        assert not lokakern.gemm_norm(ours[0], ours[1].t(), norm="layer").requires_grad
+        assert not call_of(ours, options).requires_grad
+
+
+class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Names of products that run, and all results in float32 of two dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.wide: set[torch.Size] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        self.names += [name] if name in ("mm", "addmm") else []
+        if isinstance(result, torch.Tensor) and result.dtype is torch.float32:
+            self.wide.add(result.shape)
+        return result
+
+
+@pytest.mark.parametrize(
+    ("wanted", "count"),
+    [(("a", "w"), 3), (("a",), 2), (("w",), 2), (("bias",), 1), (("norm_weight", "residual"), 1),
+     (("x",), 0), (("residual_last",), 0)],
+)  # fmt: skip
+def test_the_backward_pass_makes_the_products_that_it_needs(
+    wanted: tuple[str, ...], count: int
+) -> None:
+    """In the dtype of the operands, of which it makes no copies in float32."""
+    options = {"norm": "rms", **BEFORE["all"]}
+    if "x" in wanted:
+        options |= LAST["cross"]
+    if "residual_last" in wanted:
+        options["residual_last"], wanted = True, ("residual",)
+    given = operands_of((M, N, K), torch.bfloat16, options)
+    for name, x in given.items():
+        x.requires_grad_(name in wanted)
+    y = call_of(given, options)
+    with Products() as seen:
+        y.sum().backward()
+    assert len(seen.names) == count
+    assert not seen.wide & {torch.Size((M, K)), torch.Size((N, K)), torch.Size((K, N))}
+    assert {name for name, x in given.items() if x.grad is not None} == set(wanted)
+
+
+def test_gradients_of_float32_vectors_are_not_rounded() -> None:
+    options = {"norm": "layer", **AFFINE, "activation": "silu"}
+    given = operands_of((M, N, K), torch.bfloat16, options)
+    for name in AFFINE:
+        given[name] = given[name].detach().float().requires_grad_()
+    call_of(given, options).float().square().sum().backward()
+    for name in AFFINE:
+        found = given[name].grad
+        assert found is not None and found.dtype is torch.float32
+        assert not torch.equal(found, found.bfloat16().float())
+
+
+def test_gradients_of_no_rows_and_of_nan() -> None:
+    options = {"norm": "layer", "activation": "relu", **BEFORE["all"]}
+    for m in (0, 5):
+        given = operands_of((m, 24, 16), torch.bfloat16, options)
+        if m:
+            with torch.no_grad():
+                given["a"][2, 3] = math.nan
+        call_of(given, options).sum().backward()
+        grads = {name: x.grad for name, x in given.items()}
+        for name, x in given.items():
+            grad = grads[name]
+            assert grad is not None and grad.shape == x.shape
+            if not m:
+                assert not grad.any()
+            elif name in ("a", "residual"):
+                assert grad.isnan().any(1).tolist() == [row == 2 for row in range(m)]
+            elif name != "norm_bias":  # relu's slope is 1 at NaN
+                assert grad.isnan().any()
+
+
+def test_autocast_around_a_backward_pass_changes_nothing() -> None:
+    options = {"norm": "rms", **LAST["gate"], **BEFORE["all"]}
+    found = []
+    for is_cast in (False, True):
+        given = operands_of((M, N, K), torch.float16, options)
+        loss = call_of(given, options).float().square().sum()
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
+            loss.backward()
+        found.append([x.grad for x in given.values()])
+    for one, other in zip(*found, strict=True):
+        assert one is not None and other is not None and torch.equal(one, other)
+
+
+def test_rows_that_no_kernel_takes_are_differentiated_by_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a GPU with the kernel, too: its blocks are powers of two, its rows multiples of 8."""
+    assert all(norm_gradient.takes(*rows) for rows in ((8, 0), (8192, 256), (24, 24), (96, 32)))
+    refused = ((0, 0), (12, 0), (8200, 0), (88, 11), (1024, 512), (24, 12), (16, 4))
+    assert not any(norm_gradient.takes(*rows) for rows in refused)
+    kernel = KERNELS["cuda.norm_backward"]
+    monkeypatch.setattr(norm_gradient, "gradient_kernel", lambda _: kernel)
+    for n, name in ((77, "layer"), (88, "block_rms(11)")):
+        given = operands_of((6, n, 16), torch.bfloat16, options := {"norm": name})
+        call_of(given, options).sum().backward()
+        assert given["a"].grad is not None and given["a"].grad.isfinite().all()
 
 
 def test_only_operands_that_require_gradients_get_them() -> None:
