@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -163,7 +163,10 @@ def options_of(chain: Chain, place: int) -> list[LayerOption]:
     return [with_gain(option, chain.gain(place)) for option in own_options(chain, place)]
 
 
-def own_options(chain: Chain, place: int, limit: float = math.inf) -> list[LayerOption]:
+def own_options(
+    chain: Chain, place: int, limit: float = math.inf,
+    error_of: Callable[[Step], float | None] | None = None,
+) -> list[LayerOption]:  # fmt: skip
     """The options of a layer, with squares of errors at its own output.
 
     Args:
@@ -171,8 +174,11 @@ def own_options(chain: Chain, place: int, limit: float = math.inf) -> list[Layer
         place: Index of the layer.
         limit: Largest accepted row error of the layer alone, as stored: with the rounding of its
             operands and of its output.
+        error_of: Row error of a kernel in the place of the stored one, or None to leave it out.
     """
     steps = [s for problem in _problems(chain, place) for s in _measured(chain, place, problem)]
+    if error_of is not None:
+        steps = [step._replace(row_err=error_of(step)) for step in steps]
     errors = {_numerics(s): s.row_err for s in steps if s.row_err is not None}
     readings = {takes: list(_readings(chain, place, takes)) for takes in (NONE, *SCALED)}
     found = []

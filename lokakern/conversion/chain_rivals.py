@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lokakern.chain.candidates import NONE, Chain, Layer
+from lokakern.conversion.chain_verdicts import SafeWays
 from lokakern.conversion.routes import MRange, Route, problem_of
 from lokakern.nn.routed_matmul import kernel_at
 from lokakern.problems import make_problem
@@ -39,6 +40,7 @@ class SpanLayer(NamedTuple):
         is_handed: Whether its input then has a static scale, so that no quantizer runs.
         tensors: Of a cross, the number of tensors of the size of its output that are read and
             written less than by a product, and a kernel for the cross.
+        ways: What a report of Probe finds safe; None: errors are those of the database.
     """
 
     layer: Layer
@@ -46,6 +48,7 @@ class SpanLayer(NamedTuple):
     route: Route
     is_handed: bool = False
     tensors: int = 0
+    ways: SafeWays | None = None
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class ChainJudge:
     """What chains of a conversion are judged by.
 
     Attributes:
-        limit: Largest accepted row error of each layer.
+        limit: Largest accepted row error of each layer, stored or reported.
         device: Device of the times.
         distributions: Distributions of stored errors.
         regime: Regime of the times, as of `dispatch`.

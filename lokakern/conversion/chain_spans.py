@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from lokakern.chain.candidates import Layer
 from lokakern.chain.dispatch import INPUTS
 from lokakern.conversion.chain_rivals import ChainJudge, SpanLayer
+from lokakern.conversion.chain_verdicts import ways_at
 from lokakern.conversion.chains import PlannedChain, SpanPlan, plan_span, takes
 from lokakern.conversion.routes import Route
 from lokakern.nn.autocast import HALF
@@ -29,6 +30,7 @@ from lokakern.nn.linear import LINEARS, Linear
 from lokakern.nn.linear_norm_act import LinearNormAct
 from lokakern.nn.static_handoff import BoundedSequential, is_affordable, passes_on
 from lokakern.norm import NO_NORM, Norm, norm_named
+from lokakern.probe.verdicts import Verdict
 from lokakern.selection import dispatcher
 from lokakern.types import Device, ErrorBudget, Format, Granularity, NormForm
 
@@ -236,8 +238,8 @@ def chain_rows(span: Span, off: Collection[ChainSites]) -> list[dict[str, Any]]:
 
 
 def why_no_chains(
-    budget: ErrorBudget | None, *, is_forced: bool, is_inference: bool, is_reported: bool,
-    is_checked: bool, is_between: bool, is_wanted: bool,
+    budget: ErrorBudget | None, *, is_forced: bool, is_inference: bool, is_checked: bool,
+    is_between: bool, is_wanted: bool,
 ) -> str:  # fmt: skip
     """Why a conversion as a whole has no chains, or ""."""
     if is_forced:
@@ -252,8 +254,6 @@ def why_no_chains(
         return "between=False"
     if is_checked:
         return "check= compares products, and a chain has none of its own"
-    if is_reported:
-        return "a report of Probe judges products alone"
     if budget is None:
         return "there is no budget"
     if set(budget.limits) != {"row_err"}:
@@ -268,8 +268,8 @@ def chain_judge(
 ) -> ChainJudge:  # fmt: skip
     """The judge of a conversion within a budget of a row error, for weights of granularities.
 
-    Without given distributions errors are those on all realistic ones but gradients, which no
-    forward pass reads.
+    Without given distributions stored errors are those on all realistic ones but gradients, which
+    no forward pass reads.
     """
     return ChainJudge(
         budget.limits["row_err"], device, distributions or INPUTS, regime, m_range,
@@ -283,6 +283,7 @@ def planned_spans(
     routes: Mapping[str, Route],
     judge_of: Callable[[Tensor], ChainJudge],
     scales_of: Callable[[nn.Sequential], tuple[str, ...]],
+    verdicts: Mapping[str, Verdict] | None = None,
 ) -> list[Span]:
     """The spans of modules with their chains.
 
@@ -292,6 +293,7 @@ def planned_spans(
         routes: Routes of their outputs by name.
         judge_of: The judge of layers on the device, and in the dtype, of a weight.
         scales_of: Static scale of the input of each module of a sequence, or "".
+        verdicts: Those of a report on outputs by name; None: errors are those of the database.
     """
     spans = []
     modules = list(modules)
@@ -302,11 +304,18 @@ def planned_spans(
             continue
         for found in spans_of(module, lambda linear: id(linear) in names):
             judge = judge_of(found[0].linear.weight)
-            for part in _taken(found, judge):
+            by_site = {names[id(x.linear)]: x for x in found}
+            ways, unsafe = ways_at(by_site, verdicts, judge.device, judge.half)
+            spans += [
+                Span(module, (by_site[site],), (site,), SpanPlan((), why))
+                for site, why in unsafe.items()
+            ]
+            left = [None if site in unsafe else x for site, x in by_site.items()]
+            for part in _taken(left, judge):
                 sites = tuple(names[id(x.linear)] for x in part)
                 scales = scales_of(module) if isinstance(module, nn.Sequential) else ("",)
                 layers = tuple(
-                    SpanLayer(x.layer, x.eps, routes[site], bool(scales[x.place]))
+                    SpanLayer(x.layer, x.eps, routes[site], bool(scales[x.place]), 0, ways[site])
                     for x, site in zip(part, sites, strict=True)
                 )
                 key = (layers, judge)
@@ -316,11 +325,11 @@ def planned_spans(
     return spans
 
 
-def _taken(span: list[FoundLayer], judge: ChainJudge) -> list[list[FoundLayer]]:
-    """Parts of a span without layers that no kernel takes."""
+def _taken(span: Iterable[FoundLayer | None], judge: ChainJudge) -> list[list[FoundLayer]]:
+    """Parts of a span between layers that no kernel takes, or that are None."""
     parts: list[list[FoundLayer]] = [[]]
     for found in span:
-        if takes_once(found.layer, judge.device, half=judge.half):
+        if found is not None and takes_once(found.layer, judge.device, half=judge.half):
             parts[-1].append(found)
         else:
             parts.append([])

@@ -2,8 +2,9 @@
 
 Kernels of a chain are those of op gemm_norm, with FP8 or bfloat16 between layers, as in
 `lokakern.chain`, or float16 where layers multiply in it, with another limit: the row error of each
-layer alone is within the budget, as that of each product of a route. A chain is used at an m only
-if it is faster beyond noise than what would run instead: for each layer the faster of
+layer alone is within the budget, or a report of Probe finds its kernel safe
+(`lokakern.conversion.chain_verdicts`), as with each product of a route. A chain is used at an m
+only if it is faster beyond noise than what would run instead: for each layer the faster of
 
 - the unquantized layer: the fastest unquantized product with a separate norm and activation, which
   stand for what torch.compile makes;
@@ -16,6 +17,7 @@ Times are those of the GPU alone, measured or interpolated between measured m, n
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,6 +34,7 @@ from lokakern.conversion.chain_rivals import (
     is_product,
     is_separate,
 )
+from lokakern.conversion.chain_verdicts import SafeWays, reads_safely, reported_error
 from lokakern.conversion.routes import ANY_M, within
 from lokakern.nn.chain_plan import ChainLayer, ChainStep, Steps, plan_text, read_plan
 from lokakern.nn.routed_matmul import dtype_of, in_dtype
@@ -217,6 +220,12 @@ def _words(step: Step) -> str:
     return f"layer {step.place + 1}: {step.kernel} ({scales[0]} to {scales[1]}), {us:.2f} us{error}"
 
 
+def _is_read_safely(option: LayerOption, ways: SafeWays) -> bool:
+    """Whether a report finds the operand safe with the scales in which it was written."""
+    written = cast(Form, option.reads).written
+    return written is NONE or reads_safely(ways, written)
+
+
 def _weight_of(option: LayerOption) -> Granularity:
     """Granularity of the weight that an option reads."""
     return cast(Granularity, option.steps[-1].problem.b.granularity)
@@ -230,10 +239,10 @@ class _Search:
 
     def __init__(self, span: tuple[SpanLayer, ...], judge: ChainJudge) -> None:
         self._span, self._judge = span, judge
-        self._options: dict[tuple[Layer, int, bool], list[LayerOption]] = {}
+        self._options: dict[tuple[SpanLayer, int, bool], list[LayerOption]] = {}
         self._rivals = Rivals(judge)
         self._found: dict[tuple[object, ...], TimedChain | None] = {}
-        self._quantized: dict[Layer, list[float]] = {}
+        self._quantized: dict[SpanLayer, list[float]] = {}
         self._sizes = [self._rivals.measured_m(x.layer) for x in span]
 
     # ---- what was measured
@@ -255,20 +264,21 @@ class _Search:
         """
         found: dict[Layer, None] = {}
         for place, (x, sizes) in enumerate(zip(self._span, self._sizes, strict=True)):
-            is_known = bool(sizes and self._errors(x.layer, sizes))
+            stored = x._replace(ways=None)
+            is_known = bool(self._errors(x, sizes) or self._errors(stored, sizes))
             if is_known and place < len(self._span) - 1:
-                is_known = self._writes_fp8(x.layer, sizes) or not takes(
+                is_known = self._writes_fp8(stored, sizes) or not takes(
                     x.layer, self._judge.device, Granularity.ROW, self._judge.half
                 )
             if not is_known:
                 found[x.layer] = None
         return tuple(found)
 
-    def _writes_fp8(self, layer: Layer, sizes: Sequence[int]) -> bool:
+    def _writes_fp8(self, x: SpanLayer, sizes: Sequence[int]) -> bool:
         return any(
             option.writes != BFLOAT16 and _weight_of(option) is not NONE
             for m in sizes
-            for option in self._own_options(layer, m, False, math.inf)
+            for option in self._own_options(x, m, False, math.inf)
         )
 
     def sizes(self, start: int, stop: int) -> list[int]:
@@ -290,26 +300,32 @@ class _Search:
         first = -(-low // 16) * 16
         return sorted({first, max(first, high // 16 * 16)})
 
-    def _errors(self, layer: Layer, sizes: Sequence[int]) -> list[float]:
-        """Row errors of all measured quantizing kernels of a layer, whatever the budget."""
-        if layer not in self._quantized:
-            self._quantized[layer] = [
+    def _errors(self, x: SpanLayer, sizes: Sequence[int]) -> list[float]:
+        """Row errors of all measured quantizing kernels of a layer, whatever the budget.
+
+        By a report those of kernels that it finds safe.
+        """
+        if x not in self._quantized:
+            self._quantized[x] = [
                 option.steps[-1].row_err or 0.0
                 for m in sizes
-                for option in self._own_options(layer, m, True, math.inf)
+                for option in self._own_options(x, m, True, math.inf)
                 if _weight_of(option) is not NONE
             ]
-        return self._quantized[layer]
+        return self._quantized[x]
 
     # ---- chains of some layers
 
     def _own_options(
-        self, layer: Layer, m: int, is_last: bool, limit: float
+        self, x: SpanLayer, m: int, is_last: bool, limit: float
     ) -> Iterable[LayerOption]:
         # In the middle of a chain, or at its end: what a layer can read and write, and nothing
         # else, depends on its place, and what the first one reads is among it.
-        chain = self._judge.chain((layer,) * (2 if is_last else 3), m)
-        return filter(self._is_usable, own_options(chain, 1, limit))
+        chain = self._judge.chain((x.layer,) * (2 if is_last else 3), m)
+        ways = x.ways
+        error_of = None if ways is None else functools.partial(reported_error, ways=ways)
+        found = filter(self._is_usable, own_options(chain, 1, limit, error_of))
+        return found if ways is None else (o for o in found if _is_read_safely(o, ways))
 
     def _is_usable(self, option: LayerOption) -> bool:
         forms = cast(Form, option.reads), cast(Form, option.writes)
@@ -327,12 +343,12 @@ class _Search:
         quantizes = last is not None and last.quantizes and _weight_of(option) is NONE
         return None not in kernels and not quantizes
 
-    def _fastest(self, layer: Layer, m: int, is_last: bool) -> list[LayerOption]:
+    def _fastest(self, x: SpanLayer, m: int, is_last: bool) -> list[LayerOption]:
         """The fastest option of each kind within the budget."""
-        key = layer, m, is_last
+        key = x, m, is_last
         if key not in self._options:
             kinds: dict[tuple[object, ...], LayerOption] = {}
-            for option in self._own_options(layer, m, is_last, self._judge.limit):
+            for option in self._own_options(x, m, is_last, self._judge.limit):
                 kind = option.reads, option.writes, _weight_of(option)
                 other = kinds.get(kind)
                 if other is None or option[2:4] < other[2:4]:
@@ -354,7 +370,7 @@ class _Search:
         options = [
             [
                 option._replace(square=0.0, steps=(option,))
-                for option in self._fastest(self._span[place].layer, m, place == stop - 1)
+                for option in self._fastest(self._span[place], m, place == stop - 1)
                 if _weight_of(option) in (NONE, weights.get(place, _weight_of(option)))
             ]
             for place in range(start, stop)
@@ -501,7 +517,7 @@ class _Search:
         """Why there is no chain."""
         errors = [
             error for x, sizes in zip(self._span, self._sizes, strict=True)
-            for error in self._errors(x.layer, sizes)
+            for error in self._errors(x, sizes)
         ]  # fmt: skip
         least, limit = min(errors, default=0.0), self._judge.limit
         if least > limit:
@@ -518,6 +534,9 @@ class _Search:
         low, high = self._judge.m_range or (0, ANY_M)
         if known and errors and (high < known[0] or low > known[-1]):
             return f"measured at m={', '.join(map(str, known))}, not within m_range={low}..{high}"
+        safe = dict.fromkeys(way for x in self._span for way, _ in x.ways or ())
+        if every and not errors and safe and not self.missing:
+            return f"no kernel of a chain multiplies as the report finds safe ({', '.join(safe)})"
         if not every or not errors:
             return f"not measured at these sizes: {SWEEP}"
         best = min(every, key=lambda x: x.us / x.rival_us)

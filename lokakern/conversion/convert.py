@@ -545,8 +545,7 @@ class Conversion:
         wanted, budget = self._wanted, _budget_of(self._wanted)
         self.why_no_chains = why_no_chains(
             budget, is_forced=isinstance(wanted, Forced), is_inference=self._inference,
-            is_reported=isinstance(wanted, ProbeReport), is_checked=self._marker.is_on,
-            is_between=self._between, is_wanted=self._has_chains,
+            is_checked=self._marker.is_on, is_between=self._between, is_wanted=self._has_chains,
         )  # fmt: skip
         self.left_crosses = {}
         if self.why_no_chains:
@@ -554,6 +553,9 @@ class Conversion:
         assert budget is not None  # else there are none
         names = {id(site.module): site.name for site in self.sites.values()}
         routes = {site.name: site.routes[0] for site in self.sites.values()}
+        verdicts = None
+        if isinstance(wanted, ProbeReport):
+            verdicts = {v.site: v for v in wanted.verdicts if v.gemm == "output"}
 
         def judge_of(weight: Tensor) -> ChainJudge:
             device = self._device_for(weight)
@@ -567,10 +569,15 @@ class Conversion:
             weight = next(sequence.parameters())
             return self._scales_of(sequence, self._device_for(weight))
 
-        spans = planned_spans([*self.sequences, *self.fused], names, routes, judge_of, scales_of)
-        crosses, self.left_crosses = planned_crosses(self.callers, names, routes, judge_of)
-        tails = ((module, self._tails_found_in(module)) for module in self.callers)
-        return [*spans, *crosses, *planned_tail_chains(tails, names, routes, judge_of)]
+        spans = planned_spans(
+            [*self.sequences, *self.fused], names, routes, judge_of, scales_of, verdicts
+        )
+        crosses, self.left_crosses = planned_crosses(
+            self.callers, names, routes, judge_of, verdicts
+        )
+        found = ((module, self._tails_found_in(module)) for module in self.callers)
+        tails = planned_tail_chains(found, names, routes, judge_of, verdicts)
+        return [*spans, *crosses, *tails]
 
     def _scales_of(self, sequence: nn.Sequential, device: Device) -> tuple[str, ...]:
         """Static scale of the input of each module of a sequence, or ""."""

@@ -22,6 +22,7 @@ from lokakern.conversion.chain_spans import (
     takes_once,
     words_of,
 )
+from lokakern.conversion.chain_verdicts import ways_at
 from lokakern.conversion.chains import SpanPlan, plan_span
 from lokakern.conversion.routes import Route
 from lokakern.errors import UnsupportedError
@@ -29,6 +30,7 @@ from lokakern.nn.cross_pattern import FoundCross, crosses_in
 from lokakern.nn.crossed_forward import Cross, graph_of
 from lokakern.nn.linear import Linear, is_linear
 from lokakern.nn.module_scan import shape_of
+from lokakern.probe.verdicts import Verdict
 from lokakern.types import NormForm
 
 COLUMNS = 8  # kernels read x0 and x in 16 bytes: other rows would be copied
@@ -74,6 +76,7 @@ def planned_crosses(
     names: Mapping[int, str],
     routes: Mapping[str, Route],
     judge_of: Callable[[Tensor], ChainJudge],
+    verdicts: Mapping[str, Verdict] | None = None,
 ) -> tuple[list[CrossSpan], dict[str, str]]:
     """The crosses of modules with their chains.
 
@@ -82,6 +85,7 @@ def planned_crosses(
         names: Names of the layers that may be part of a chain, by id.
         routes: Routes of their outputs by name.
         judge_of: The judge of layers on the device of a weight.
+        verdicts: Those of a report on outputs by name; None: errors are those of the database.
 
     Returns:
         The crosses, and reasons against others, by the names of their layers, or by the kind of a
@@ -107,16 +111,23 @@ def planned_crosses(
             sites = tuple(names.get(id(layer), "") for layer in layers)
             judge = judge_of(shape_of(layers[-1])[3])
             found = _layers_of(layers, judge)
-            why = cross.why or ("" if found else _why_not(layers[-1]))
+            ways, unsafe = ways_at(sites, verdicts, judge.device, judge.half)
+            if unsafe and len(found) == 2 and sites[-1] in ways:
+                left[words_of(sites[:1])] = unsafe[sites[0]]
+                found = found[1:]  # the last layer may be a chain alone
+            why = cross.why or ("" if found else _why_not(layers[-1])) or unsafe.get(sites[-1], "")
             if why:
                 left[words_of(sites[-1:])] = why
                 continue
             sites = sites[-len(found) :]
             moved = tensors_moved(cross, module)
             span = tuple(
-                SpanLayer(x.layer, x.eps, routes[site], tensors=moved if x is found[-1] else 0)
+                SpanLayer(
+                    x.layer, x.eps, routes[site], tensors=moved if x is found[-1] else 0,
+                    ways=ways[site],
+                )
                 for x, site in zip(found, sites, strict=True)
-            )
+            )  # fmt: skip
             key = (span, judge)
             if key not in known:
                 known[key] = plan_span(span, judge)

@@ -489,10 +489,7 @@ def _judged(candidate: Candidate, verdict: Verdict | None, device: Device, dtype
     if verdict is None:
         reason = NO_VERDICT
     elif verdict.dtype != dtype:
-        reason = (
-            f"{OTHER_DTYPE}{verdict.dtype}, not {dtype}: probe the model in {dtype}, or make "
-            f"a report of the same statistics by report(dtype=torch.{dtype})"
-        )
+        reason = why_other_dtype(verdict, dtype)
     elif found is None:
         reason = f"Probe did not replay {numerics}"
     elif found.architecture not in ("", device.architecture):
@@ -508,6 +505,14 @@ def _judged(candidate: Candidate, verdict: Verdict | None, device: Device, dtype
     where = "the site" if errors else ""
     return replace(
         candidate, errors=errors, worst_distribution=where, error_unknown=reason, errors_at=""
+    )
+
+
+def why_other_dtype(verdict: Verdict, dtype: str) -> str:
+    """Why a verdict in another dtype than that of a layer admits nothing."""
+    return (
+        f"{OTHER_DTYPE}{verdict.dtype}, not {dtype}: probe the model in {dtype}, or make a report "
+        f"of the same statistics by report(dtype=torch.{dtype})"
     )
 
 

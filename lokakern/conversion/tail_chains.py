@@ -22,9 +22,11 @@ from lokakern.conversion.chain_spans import (
     layer_at,
     takes_once,
 )
+from lokakern.conversion.chain_verdicts import SafeWays, ways_at
 from lokakern.conversion.chains import SpanPlan, plan_span
 from lokakern.conversion.routes import Route
 from lokakern.nn.tail import FoundTail, Tail, behind_names, joined_run, runs_of
+from lokakern.probe.verdicts import Verdict
 
 Names = tuple[tuple[str, ...], ...]  # of a run of layers with their tails
 
@@ -55,6 +57,7 @@ def planned_tail_chains(
     names: Mapping[int, str],
     routes: Mapping[str, Route],
     judge_of: Callable[[Tensor], ChainJudge],
+    verdicts: Mapping[str, Verdict] | None = None,
 ) -> list[TailSpan]:
     """The layers with tails that chains may run.
 
@@ -63,6 +66,7 @@ def planned_tail_chains(
         names: Names of the layers that may be part of a chain, by id.
         routes: Routes of their outputs by name.
         judge_of: The judge of layers on the device of a weight.
+        verdicts: Those of a report on outputs by name; None: errors are those of the database.
     """
     spans: list[TailSpan] = []
     known: dict[tuple[object, ...], SpanPlan] = {}
@@ -75,11 +79,23 @@ def planned_tail_chains(
                 tail if id(module.get_submodule(tail[0])) in names and calls[tail[0]] == 1 else ()
                 for tail in run
             ]
+            ways: dict[str, SafeWays | None] = {}
+            for place, tail in enumerate(usable):
+                found_layer = _layer_of(tail, module, judge_of) if tail else None
+                if found_layer is None:
+                    continue
+                site, judge = names[id(found_layer.linear)], judge_of(found_layer.linear.weight)
+                safe, unsafe = ways_at([site], verdicts, judge.device, judge.half)
+                ways |= safe
+                if unsafe:
+                    plan = SpanPlan((), unsafe[site])
+                    spans.append(TailSpan(module, (found_layer,), (site,), plan, (tail,)))
+                    usable[place] = ()
             for part, layers in _parts(usable, module, judge_of):
                 sites = tuple(names[id(x.linear)] for x in layers)
                 judge = judge_of(layers[0].linear.weight)
                 span = tuple(
-                    SpanLayer(x.layer, x.eps, routes[site])
+                    SpanLayer(x.layer, x.eps, routes[site], ways=ways[site])
                     for x, site in zip(layers, sites, strict=True)
                 )
                 key = (span, judge)
