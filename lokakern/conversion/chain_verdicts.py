@@ -64,7 +64,9 @@ def reported_error(step: Step, ways: SafeWays) -> float | None:
     Unquantized kernels have their stored error. With an FP8 output it is the larger of both.
     """
     kernel = KERNELS.get(step.kernel)
-    if kernel is None or kernel.granularity is Granularity.NONE:
+    if kernel is None:
+        return None
+    if kernel.granularity is Granularity.NONE:
         return step.row_err
     way = way_of(kernel.granularity, kernel.b_granularity, kernel.accumulation)
     reported = dict(ways).get(way)

@@ -535,7 +535,7 @@ class _Search:
         if known and errors and (high < known[0] or low > known[-1]):
             return f"measured at m={', '.join(map(str, known))}, not within m_range={low}..{high}"
         safe = dict.fromkeys(way for x in self._span for way, _ in x.ways or ())
-        if every and not errors and safe and not self.missing:
+        if not errors and safe and not self.missing:
             return f"no kernel of a chain multiplies as the report finds safe ({', '.join(safe)})"
         if not every or not errors:
             return f"not measured at these sizes: {SWEEP}"

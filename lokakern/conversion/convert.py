@@ -212,7 +212,8 @@ def convert(
             (`lokakern.nn.token_mixing.with_aligned_layout`).
         device: Device of the measurements, or of forced kernels, such as "NVIDIA H200"; None: the
             parameters' device. On other devices kernels are emulated: slow, with the same rounding.
-        distribution: With a budget, the input distributions for errors.
+        distribution: With a budget, the input distributions for errors; with a report, for those of
+            FP8 outputs in chains.
         m_range: Smallest and largest number of rows to choose for; None: all measured m, or all m
             with ``kernels``.
         between: Whether inputs of layers in an `nn.Sequential` are quantized before the layer: with
@@ -224,7 +225,8 @@ def convert(
         chains: Whether, in inference, layers of an `nn.Sequential`, a `LinearNormAct`, and DCN's
             crosses ``x0 * layer(x) + x`` in forwards that torch.fx can trace may run as chains, in
             one op with FP8 between the layers, where that was measured to be faster and the error
-            of each layer is within the budget; see `Conversion.explain`.
+            of each layer is within the budget, or its product safe by the report; see
+            `Conversion.explain`.
         weight_scales: Granularities of weights, of "tensor", "row" and "128x128"; None: all. With
             ["tensor"] FSDP2 can gather them as FP8, see `lokakern.distributed.fsdp2_gather`.
         check: ``"every:rows"``, such as "1000:64": in every 1000th call of each FP8 product,

@@ -30,7 +30,7 @@ from lokakern.workloads.suite_files import suite_from_file
 from tests.conversion.test_chains import NARROW, WIDE, both
 from tests.support import measurements
 from tests.support.chain_rows import NONE, ROW, layer_problem, plain_rows
-from tests.support.conversions import H200, report_of, verdict
+from tests.support.conversions import H200
 from tests.support.measurements import BF16, Book, accuracy, gemm, time
 from tests.support.measurements import ROW as ROUTED
 
@@ -169,8 +169,6 @@ def test_a_conversion_tells_its_chains(book: Book, capsys: pytest.CaptureFixture
     [
         (None, "there is no budget"),
         (ErrorBudget(sqnr_db=30), "the budget limits sqnr_db; of chains only row_err is known"),
-        (report_of(verdict("output", "row x row, float32", "safe", 0.04)),
-         "a report of Probe judges products alone"),
     ],
 )  # fmt: skip
 def test_without_a_limit_on_row_errors_there_are_no_chains(
@@ -211,8 +209,8 @@ def test_frozen_choices_have_no_chains(book: Book, monkeypatch: pytest.MonkeyPat
     with monkeypatch.context() as patch:
         patch.setattr(chain_spans.dispatcher, "choices", lambda: object())
         words = chain_spans.why_no_chains(
-            ErrorBudget(row_err=0.06), is_forced=False, is_inference=True, is_reported=False,
-            is_checked=False, is_between=True, is_wanted=True,
+            ErrorBudget(row_err=0.06), is_forced=False, is_inference=True, is_checked=False,
+            is_between=True, is_wanted=True,
         )  # fmt: skip
     assert words == "choices are frozen, without those of chains"
 
