@@ -304,13 +304,13 @@ def planned_spans(
             continue
         for found in spans_of(module, lambda linear: id(linear) in names):
             judge = judge_of(found[0].linear.weight)
-            by_site = {names[id(x.linear)]: x for x in found}
-            ways, unsafe = ways_at(by_site, verdicts, judge.device, judge.half)
+            every = [names[id(x.linear)] for x in found]
+            ways, unsafe = ways_at(every, verdicts, judge.device, judge.half)
             spans += [
-                Span(module, (by_site[site],), (site,), SpanPlan((), why))
-                for site, why in unsafe.items()
-            ]
-            left = [None if site in unsafe else x for site, x in by_site.items()]
+                Span(module, (x,), (site,), SpanPlan((), unsafe[site]))
+                for x, site in zip(found, every, strict=True) if site in unsafe
+            ]  # fmt: skip
+            left = (None if names[id(x.linear)] in unsafe else x for x in found)
             for part in _taken(left, judge):
                 sites = tuple(names[id(x.linear)] for x in part)
                 scales = scales_of(module) if isinstance(module, nn.Sequential) else ("",)

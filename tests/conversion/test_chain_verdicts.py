@@ -18,6 +18,7 @@ from lokakern.chain.candidates import Layer, Step
 from lokakern.conversion.chain_rivals import Rivals, SpanLayer
 from lokakern.conversion.chain_verdicts import reads_safely, reported_error, safe_ways
 from lokakern.conversion.chains import plan_span
+from lokakern.errors import DeviceError
 from lokakern.nn.block_rms_norm import BlockRMSNorm
 from lokakern.probe.report import Judged, ProbeReport
 from lokakern.probe.verdicts import ClassVerdict, Verdict
@@ -117,6 +118,16 @@ def test_no_chain_over_a_layer_that_a_report_does_not_find_safe(
     assert f"2: no chain: {why}" in handle.explain("2")
     handle.table()
     assert "no chain of 2: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("by", [0.06, report_of(output("0", SAFE))], ids=["budget", "report"])
+def test_a_layer_that_a_sequence_calls_twice(book: Book, by: Any) -> None:
+    layer = Layer(512, 512, "bias+relu")
+    book.write(*layer_rows(layer, {512: 20.0}, {512: 10.0}))
+    linear = nn.Linear(512, 512)
+    handle = convert(line(linear, nn.ReLU(), linear, nn.ReLU()), by)
+    assert [span.sites for span in handle.spans] == [("0", "0")]
+    assert [len(chain.layers) for chain in handle.spans[0].plan.chains] == [2]
 
 
 def test_a_way_that_holds_elsewhere_is_not_safe_here(book: Book) -> None:
@@ -328,3 +339,29 @@ def test_errors_of_layers(
     problem = layer_problem(NARROW, 512, ROW, ROW, writes)
     step = Step(0, problem, kernel, row_err=stored)
     assert reported_error(step, (("row", 0.03),)) == expected
+
+
+# --- frozen choices
+
+
+def test_a_saved_model_keeps_its_chains_with_frozen_choices(book: Book, tmp_path: Path) -> None:
+    """A file of `freeze` has none of them; a conversion by it has no chains, and says so."""
+    model = tower()
+    handle = convert(model, report_of(*BOTH))
+    with torch.no_grad():
+        y = model(rows())
+    torch.save(model, tmp_path / "model.pt")
+    lokakern.dispatch("gemm", (64, 64, 64), 0.06)  # freeze wants a choice of this device
+    lokakern.freeze(tmp_path / "choices.json")
+    dispatcher.use_choices(tmp_path / "choices.json")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert is_chained(loaded)
+    with torch.no_grad():
+        assert torch.equal(loaded(rows()), y)
+    with pytest.raises(DeviceError, match="unset LOKAKERN_CHOICES"):
+        handle.refresh()
+    other = lokakern.convert(tower(), report_of(*BOTH), inference=True)
+    assert other.why_no_chains == "choices are frozen, without those of chains"
+    assert not chain_count(other)
+    choice = lokakern.dispatch_chain([(512, 512, "relu")] * 2, 512, 0.09)
+    assert choice.is_miss and "chains are not in" in choice.note
