@@ -387,7 +387,7 @@ some_rivals = st.fixed_dictionaries({(x, m): st.integers(1, 40) for x in LAYERS 
 def test_what_is_chosen_is_faster_than_what_runs_instead(
     times: Times, rivals: dict[tuple[Layer, int], float], count: int
 ) -> None:
-    def options(chain: Chain, place: int, _limit: float) -> list[LayerOption]:
+    def options(chain: Chain, place: int, *_: object) -> list[LayerOption]:
         return [
             option_of(chain.m, reads, writes, weight, us)
             for (layer, m, reads, writes, weight), us in times.items()
