@@ -20,6 +20,7 @@ from lokakern.conversion.chain_verdicts import reads_safely, reported_error, saf
 from lokakern.conversion.chains import plan_span
 from lokakern.errors import DeviceError
 from lokakern.nn.block_rms_norm import BlockRMSNorm
+from lokakern.nn.chain_plan import steps_at
 from lokakern.probe.report import Judged, ProbeReport
 from lokakern.probe.verdicts import ClassVerdict, Verdict
 from lokakern.selection import dispatcher
@@ -253,25 +254,30 @@ def test_probe_sees_each_layer_of_a_chain(book: Book) -> None:
     assert is_chained(model)
 
 
-@pytest.mark.rest
-def test_a_model_that_was_probed_has_the_chain_of_its_budget() -> None:
-    """By the shipped times of the H200: 1.95 by a report made here, 1.96 by the budget."""
+@pytest.mark.parametrize(
+    "where",
+    [pytest.param("cpu", marks=pytest.mark.rest), pytest.param("cuda", marks=pytest.mark.gpu)],
+)
+def test_a_model_that_was_probed_has_the_chain_of_its_budget(where: str) -> None:
+    """By the shipped times of the H200: 1.95 by a report of a CPU, 1.96 by the budget."""
     torch.manual_seed(0)
     block = [nn.Linear(512, 512), BlockRMSNorm(512, 256), nn.Hardswish()]
-    model = line(*block, *copy.deepcopy(block))
+    model = line(*block, *copy.deepcopy(block)).to(where)
+    x = torch.randn(2048, 512, device=where).bfloat16()
     probe = lokakern.Probe(model, every=1)
     with probe, torch.no_grad():
-        model(torch.randn(512, 512).bfloat16())
+        plain = model(x)
     report = probe.report(device="NVIDIA H200", seeds=(0,))
-    by_report, by_budget = (
-        lokakern.convert(copy.deepcopy(model), by, device="NVIDIA H200", inference=True)
-        for by in (report, 0.06)
-    )
     gains = []
-    for handle in (by_report, by_budget):
+    for by in (report, 0.06):
+        twin = copy.deepcopy(model)
+        handle = lokakern.convert(twin, by, device="NVIDIA H200", inference=True)
         (chain,) = handle.spans[0].plan.chains
-        assert len(chain.layers) == 2
+        assert len(chain.layers) == 2 and steps_at(chain.text, 2048)
         gains.append(math.prod(t.rival_us / t.us for t in chain.times) ** (1 / len(chain.times)))
+        with torch.no_grad():
+            error = (twin(x) - plain).float().norm() / plain.float().norm()
+        assert 0.01 < error < 0.06
     assert gains[0] > 0.95 * gains[1] > 1.5
 
 
