@@ -18,6 +18,7 @@ from lokakern.chain.candidates import Layer, Step
 from lokakern.conversion.chain_rivals import Rivals, SpanLayer
 from lokakern.conversion.chain_verdicts import reads_safely, reported_error, safe_ways
 from lokakern.conversion.chains import plan_span
+from lokakern.conversion.routes import NO_VERDICT
 from lokakern.errors import DeviceError
 from lokakern.nn.block_rms_norm import BlockRMSNorm
 from lokakern.nn.chain_plan import steps_at
@@ -310,6 +311,35 @@ def test_crosses_are_judged_by_the_products_of_their_layers(
     assert set(handle.left_crosses) - {"a Net"} == whys
     for name in whys:
         assert f"{name}: no cross is a chain: unsafe by the report" in handle.explain(name)
+
+
+# --- layers with tails in a forward
+
+
+class Forward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.relu, self.narrow, self.norm, _ = tower()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.relu(self.norm(self.narrow(self.relu(self.wide(x)))))
+        return y
+
+
+@pytest.mark.parametrize(
+    ("narrow", "sites"), [("safe", [("wide", "narrow")]), ("unsafe", [("wide",)])]
+)
+def test_layers_with_tails_are_judged_by_their_products(
+    book: Book, narrow: str, sites: list[tuple[str, ...]]
+) -> None:
+    report = report_of(output("wide", SAFE), output("narrow", {"row": narrow}))
+    handle = convert(Forward().bfloat16().eval(), report)
+    chained = [span.sites_of(c) for span in handle.spans for c in span.plan.chains]
+    assert chained == sites
+    words = "narrow: no chain: unsafe by the report, at best with row: row is unsafe"
+    assert (words in handle.explain("narrow")) is (narrow == "unsafe")
+    assert handle.refresh(report_of()) == [f"{' to '.join(sites[0])}/chain"]
+    assert {span.plan.why for span in handle.spans} == {NO_VERDICT}
 
 
 # --- parts
