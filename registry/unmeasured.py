@@ -25,13 +25,15 @@ UNMEASURED: dict[tuple[str, str], str] = {
 # Kernels that are new, by kernel and architecture: the reason. They need neither a time nor a test
 # result there; an entry goes when the kernel was timed and tested.
 NEW_KERNELS: dict[tuple[str, str], str] = {
-    (f"cuda.quantize_long_row{suffix}", "sm_90"): "timed next"
-    for suffix in (
-        "",
-        "_power_of_two",
-        "+torch.scaled_mm_row",
-        "+cuda.scaled_gemm_row",
-        "+cuda.scaled_gemm_row_fast",
+    (f"cuda.{name}", "sm_90"): "timed next"
+    for name in (
+        "quantize_long_row",
+        "quantize_long_row_power_of_two",
+        "quantize_long_row+torch.scaled_mm_row",
+        "quantize_long_row+cuda.scaled_gemm_row",
+        "quantize_long_row+cuda.scaled_gemm_row_fast",
+        "quantize_short_row",
+        "quantize_short_group",
     )
 }
 # Ops that are new, by architecture, and why: not all of their kernels need have a time or a test

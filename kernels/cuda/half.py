@@ -27,6 +27,7 @@ from lokakern.kernels.cuda import (
     norm_quantize,
     quantize,
     quantize_long,
+    quantize_short,
     quantize_tensor,
     quantize_tile,
     quantize_together,
@@ -45,6 +46,7 @@ BOUNDS = activate_quantize.Bound, norm_backward.Bound, norm_quantize.Bound, quan
 SOURCES = {
     "quantize.cu": "half_quantize.cu",
     "quantize_long.cu": "half_quantize_long.cu",
+    "quantize_short.cu": "half_quantize_short.cu",
     "quantize_together.cu": "half_quantize_together.cu",
     "quantize_tiles_together.cu": "half_quantize_tiles_together.cu",
     "quantize_tensor.cu": "half_quantize_tensor.cu",
@@ -182,6 +184,7 @@ for _module in (
     gemm_norm,
     quantize,
     quantize_long,
+    quantize_short,
     quantize_tensor,
     quantize_tile,
     quantize_together,

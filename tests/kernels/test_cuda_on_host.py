@@ -13,6 +13,7 @@ from torch import Tensor
 from lokakern import numerics
 from lokakern.kernels.cuda import (
     quantize,
+    quantize_short,
     quantize_sums,
     quantize_tensor,
     quantize_tile,
@@ -27,6 +28,7 @@ from tests.support.cuda_host_launch import (
     HALF_HEADER,
     HEADER,
     NORM_HEADER,
+    SHORT_HEADER,
     TOGETHER_HEADER,
     HostLaunch,
     sources,
@@ -42,6 +44,7 @@ def folder() -> Path:
         "half_ptx.cuh": HALF_HEADER,
         "ptx.cuh": HEADER,
         "norm_backward_ptx.cuh": NORM_HEADER,
+        "quantize_short_ptx.cuh": SHORT_HEADER,
         "quantize_together_ptx.cuh": TOGETHER_HEADER,
     }
     return sources("host", {path.name: path for path in kernels} | headers)
@@ -50,7 +53,8 @@ def folder() -> Path:
 @pytest.fixture
 def on_host(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launch = functools.partial(HostLaunch, folder)
-    for module in (quantize, quantize_sums, quantize_tile, quantize_tensor, quantize_together):
+    modules = (quantize, quantize_short, quantize_sums, quantize_tile, quantize_tensor)
+    for module in (*modules, quantize_together):
         monkeypatch.setattr(module, "CudaLaunch", launch)
         monkeypatch.setattr(module, "bind", functools.cache(module.bind.__wrapped__))
     for module, name in ((quantize_tile, "bind_scales"), (quantize_together, "bind_tiles")):
@@ -78,11 +82,11 @@ def padded(rows: int, columns: int, form: Format) -> Tensor:
     return whole.view(form.dtype)[:, :columns]
 
 
-def check_padding(data: Tensor) -> None:
-    """Check that the padding between rows is unchanged."""
+def check_padding(data: Tensor, fill: int = 0xA5) -> None:
+    """Check that the padding between rows is unchanged, or what a kernel fills it with."""
     rows, pitch = data.shape[0], data.stride(0)
     whole = data.view(torch.uint8).as_strided((rows, pitch), (pitch, 1))
-    assert (whole[:, data.shape[1] :] == 0xA5).all(), "padding was written"
+    assert (whole[:, data.shape[1] :] == fill).all(), "padding was written"
 
 
 def check(
@@ -91,10 +95,12 @@ def check(
     granularity: Granularity,
     epilogue: str = "none",
     contiguous: bool = False,
+    stem: str = "quantize",
+    fill: int = 0xA5,
 ) -> None:
     """Bytes and scales of a quantizer are those of `numerics`, and nothing else is written."""
     suffix = "" if epilogue == "none" else f"_{epilogue}"
-    kernel = KERNELS[f"cuda.quantize_{granularity.suffix}{suffix}"]
+    kernel = KERNELS[f"cuda.{stem}_{granularity.suffix}{suffix}"]
     expected, amax = exact(x, form, granularity, epilogue)
     data = padded(*x.shape, form)
     if contiguous:
@@ -106,7 +112,7 @@ def check(
     kernel.launch(x, data, scale, workspace)
     wrong = compare_bytes(data, scale, expected.data, expected.scale)
     assert not wrong, f"{kernel} {form.value} {x.dtype} {list(x.shape)} {x.stride()}: {wrong}"
-    check_padding(data)
+    check_padding(data, fill)
     if epilogue == "delayed":
         assert float(workspace[0]) == float(amax)  # type: ignore[arg-type]
 
@@ -146,6 +152,42 @@ def test_groupwise_quantization_equals_numerics(
 ) -> None:
     form = Format.E5M2 if source is torch.bfloat16 else Format.E4M3FN
     check(hostile(rows, columns, source), form, Granularity.GROUP)
+
+
+# Of 1, 2 and 4 threads a row, with every kind of tail; the last blocks and warps have rows left.
+SHORT_SIZES = [(1, 1), (9, 13), (300, 39), (70, 50), (37, 55), (37, 90), (37, 100), (19, 121)]
+
+
+@pytest.mark.usefixtures("on_host")
+@pytest.mark.parametrize("source", SOURCES, ids=str)
+@pytest.mark.parametrize(("rows", "columns"), SHORT_SIZES)
+@pytest.mark.sample(every=4)
+def test_short_rows_without_gaps_equal_numerics(
+    rows: int, columns: int, source: torch.dtype
+) -> None:
+    form = Format.E4M3FN if source is torch.bfloat16 else Format.E5M2
+    for granularity in (Granularity.ROW, Granularity.GROUP):
+        check(hostile(rows, columns, source), form, granularity, stem="quantize_short", fill=0)
+
+
+@pytest.mark.usefixtures("on_host")
+def test_rows_that_turn_out_to_lie_otherwise_are_read_as_others_are() -> None:
+    wide = hostile(20, 80, torch.bfloat16)
+    for x in (wide[:, :39], wide.flatten()[1 : 1 + 20 * 39].view(20, 39), wide[:1, 5:18]):
+        check(x, Format.E4M3FN, Granularity.ROW, stem="quantize_short")
+    dense = wide[:, :39].contiguous()
+    check(dense, Format.E4M3FN, Granularity.GROUP, contiguous=True, stem="quantize_short")
+
+
+@pytest.mark.usefixtures("on_host")
+def test_wider_gaps_than_lokakern_leaves_are_not_written() -> None:
+    x = hostile(20, 39, torch.bfloat16)
+    expected = numerics.quantize(x, Format.E4M3FN, Granularity.ROW)
+    data = torch.full((20, 64), 0xA5, dtype=torch.uint8).view(Format.E4M3FN.dtype)[:, :39]
+    scale = Granularity.ROW.empty_scale(20, 39, x.device)
+    KERNELS["cuda.quantize_short_row"].launch(x, data, scale, ())
+    assert not compare_bytes(data, scale, expected.data, expected.scale)
+    check_padding(data)
 
 
 @pytest.mark.usefixtures("on_host")

@@ -20,6 +20,7 @@ HEADER = Path(__file__).with_name("cuda_on_host.hpp")
 NORM_HEADER = Path(__file__).with_name("norm_backward_on_host.hpp")
 TOGETHER_HEADER = Path(__file__).with_name("quantize_together_on_host.hpp")
 HALF_HEADER = Path(__file__).with_name("half_on_host.hpp")
+SHORT_HEADER = Path(__file__).with_name("quantize_short_on_host.hpp")
 DEQUANTIZE_HEADER = Path(__file__).with_name("dequantize_on_host.hpp")
 RUNTIME = Path(__file__).with_name("cuda_on_host.cpp")
 FOUND = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
@@ -37,6 +38,12 @@ extern "C" void launch(unsigned blocks, unsigned threads, const char* x, unsigne
     run_grid(blocks, threads, CLUSTER > 1, [=] {
         quantize(x, data, scale, rows, x_stride, data_stride, scale_stride);
     });
+}
+""",
+    "quantize_short": """
+extern "C" void launch(unsigned blocks, unsigned threads, const char* x, unsigned char* data,
+                       float* scale, int rows) {
+    run_grid(blocks, threads, false, [=] { quantize_short(x, data, scale, rows); });
 }
 """,
     "quantize_tile": """

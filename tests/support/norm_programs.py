@@ -1,5 +1,5 @@
-"""Programs of the CUDA kernels with a norm, of those that dequantize, and of those for long rows,
-with the macros their launchers choose.
+"""Programs of the CUDA kernels with a norm, and of those that dequantize or read long or short
+rows, with the macros their launchers choose.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from lokakern.kernels.cuda import (
     norm_quantize,
     norm_tiles,
     quantize_long,
+    quantize_short,
 )
 from lokakern.kernels.cuda.norm_quantize import Signature
 from lokakern.kernels.cuda.norm_tiles import NormKind
@@ -145,6 +146,25 @@ def long_rows() -> Iterator[tuple[str, Program]]:
         yield f"quantize_long_row_power_of_two 17283 {kind}", bound.program
 
 
+# Columns and types, in rows of 1, 2 and 4 threads. Both kernels run the same programs.
+SHORT = {
+    "row 39": (39, torch.bfloat16, E4M3),
+    "row 13 e5m2": (13, torch.bfloat16, E5M2),
+    "row 100": (100, torch.bfloat16, E4M3),
+    "row 39 float16": (39, torch.float16, E4M3),
+    "row 39 float32": (39, torch.float32, E4M3),
+    "group 121 e5m2": (121, torch.bfloat16, E5M2),
+}
+
+
+def short_rows() -> Iterator[tuple[str, Program]]:
+    """Of rows in one thread or more."""
+    for words, (columns, source, target) in SHORT.items():
+        tile = quantize_short.tile_of(columns, source.itemsize)
+        bound = quantize_short.bind(columns, tile, source, target)
+        yield f"quantize_short_{words}", bound.program
+
+
 def programs() -> Iterator[tuple[str, Program]]:
     """Programs by kernel, size and words."""
     for words, kind in (KINDS | ANY_SIZE).items():
@@ -185,3 +205,4 @@ def programs() -> Iterator[tuple[str, Program]]:
     yield "norm_backward of a bias", column_sums.bind().program
     yield from dequantizers()
     yield from long_rows()
+    yield from short_rows()
