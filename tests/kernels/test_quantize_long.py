@@ -21,7 +21,6 @@ from lokakern.kernels.cuda import quantize, quantize_long, tiles
 from lokakern.measure.tiled_compare import compare_bytes
 from lokakern.problems import make_problem
 from lokakern.registry.register import KERNELS
-from lokakern.registry.unmeasured import NEW_KERNELS
 from lokakern.types import (
     Device,
     Format,
@@ -129,11 +128,6 @@ def test_what_a_composition_refuses(name: str) -> None:
     assert not refusal(name, turned)
     short = make_problem("gemm", (256, 512, 1024))
     assert "cuda.quantize_long_row: takes rows of more than 16384" in refusal(name, short)
-
-
-def test_all_that_is_new_is_said_to_be() -> None:
-    """Dispatch chooses such a kernel after all others where nothing was timed."""
-    assert {name for name, gpu in NEW_KERNELS if gpu == "sm_90"} >= set(LONG_ROWS)
 
 
 def test_float16_has_a_program_of_its_own() -> None:
