@@ -186,7 +186,9 @@ def _norm_epilogue(problem: Problem, device: torch.device) -> NormEpilogue:
     half = torch.float16 if float16.is_in(problem) else torch.bfloat16
     matrix = torch.empty((problem.m, columns), dtype=half, device=device)
     vector = torch.empty(columns, dtype=NORM_VECTORS.dtype, device=device)
-    cross = matrix if form.last == "cross" else None
+    x0 = x = None
+    if form.last == "cross":  # two tensors, as a sweep has: where x0 is x, a program reads it once
+        x0, x = matrix, torch.empty_like(matrix)
     return NormEpilogue(
         form.norm,
         vector if form.bias else None,
@@ -196,8 +198,8 @@ def _norm_epilogue(problem: Problem, device: torch.device) -> NormEpilogue:
         matrix if form.residual or form.residual_last else None,
         form.residual_last,
         matrix if form.last == "gate" else None,
-        cross,
-        cross,
+        x0,
+        x,
     )
 
 

@@ -56,8 +56,8 @@ def warmup(
 
     Nothing is launched. A first call afterwards loads its kernels from the caches on disk
     (``TRITON_CACHE_DIR`` must stay the same); Triton 3.6 then also compiles, in C, a launcher for
-    each new list of argument types. Operands are assumed contiguous and 16-byte aligned; kernels
-    for others are compiled at their first call.
+    each new list of argument types. Operands are assumed contiguous and 16-byte aligned, and x0
+    and x of a cross to be two matrices; kernels for others are compiled at their first call.
 
     Args:
         problems: `Problem`s, or shapes ``(m, n, k)`` of a `gemm` on bfloat16 operands with

@@ -118,6 +118,18 @@ def test_only_the_quantizers_of_a_library_gemm_are_recorded(
     assert not list(prebuild._own(scaled, problem, H200))
 
 
+def test_a_cross_is_recorded_for_two_matrices() -> None:
+    """As calls usually have: where x0 is x, there is another program."""
+    load_kernels()
+    problem = make_problem(
+        "gemm_norm", (8192, 3456, 512), a=Operand(Format.E4M3FN, Granularity.ROW),
+        b=Operand(Format.E4M3FN, Granularity.ROW, Layout.COLUMN), epilogue="bias+cross",
+    )  # fmt: skip
+    (job,) = prebuild._record([(KERNELS["cuda.gemm_cross_row"], problem)], H200)
+    assert isinstance(job, Program)
+    assert dict(job.macros)["SAME"] == 0
+
+
 @pytest.mark.parametrize("device", DEVICES, ids=lambda d: d.architecture)
 def test_m_changes_only_the_tile(device: Device) -> None:
     def at(m: int) -> list[TritonJob]:
