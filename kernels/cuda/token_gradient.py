@@ -2,10 +2,10 @@
 
     out[i, j] = sum_b sum_d grad[b, i, d] * x[b, j, d]
 
-grad: [batch, count, d], x: [batch, n, d], both bfloat16 or float16; columns of d are contiguous,
-other strides and addresses multiples of 16 bytes. Products and sums are in float32, in an order
-that depends on sizes alone. Triton's kernel (kernels/triton/token_gradient.py) takes what this one
-does not.
+grad: [batch, count, d], x: [batch, n, d], both bfloat16 or float16; columns of d are contiguous and
+multiples of 16 bytes, as are other strides and addresses. Products and sums are in float32, in an
+order that depends on sizes and the GPU alone. Triton's kernel (kernels/triton/token_gradient.py)
+takes what this one does not.
 """
 
 from __future__ import annotations
@@ -29,6 +29,10 @@ MOST_WARPGROUPS = 3
 WIDTHS = (64, 96, 128, 160, 192, 224, 256)
 WIDEST_OF_THREE = 224  # more sums do not fit the registers of three warpgroups
 LEAST_COLUMNS = 32  # below, boxes of 64 are mostly empty
+# Products of 16 columns that a tensor core adds up: it cuts off what float32 does not hold, so that
+# errors grow with their number, by 2^-25 of the sum each at most. 2490 are 0.8e-4 (8192 samples of
+# 160 columns in 33 parts).
+MOST_PRODUCTS = 4096
 ALIGNMENT = 16  # bytes
 
 
@@ -60,6 +64,11 @@ def tile_of(count: int, n: int) -> Tile:
     return Tile(warpgroups, next(width for width in WIDTHS if width >= wide))
 
 
+def samples_of_part(batch: int, d: int, parts: int) -> int:
+    """Samples of each of so many parts, or fewer, for `MOST_PRODUCTS`."""
+    return max(1, min(-(-batch // max(1, parts)), MOST_PRODUCTS // -(-d // 16)))
+
+
 @functools.lru_cache(maxsize=256)
 def bind(tile: Tile, d: int, dtype: torch.dtype) -> CudaLaunch:
     """The launch of one tile, of samples with d columns."""
@@ -76,7 +85,9 @@ def bind(tile: Tile, d: int, dtype: torch.dtype) -> CudaLaunch:
 
 def takes(grad: Tensor, x: Tensor) -> bool:
     """Whether this kernel computes the gradient of these operands, which are on a GPU."""
-    if x.shape[2] < LEAST_COLUMNS or not all(map(_has_maps, (grad, x))):
+    d = x.shape[2]
+    is_whole = d * x.element_size() % ALIGNMENT == 0
+    if d < LEAST_COLUMNS or not is_whole or not all(map(_has_maps, (grad, x))):
         return False
     device = current_device("cuda", x.device.index or 0)
     return device.architecture == "sm_90" and nvrtc.why_not(device) is None
@@ -97,7 +108,7 @@ def token_gradient(grad: Tensor, x: Tensor) -> Tensor:
     height = ROWS * tile.warpgroups
     across = -(-n // tile.width)
     tiles = -(-count // height) * across
-    samples = -(-batch // max(1, jit.compute_units(x.get_device()) // tiles))
+    samples = samples_of_part(batch, d, jit.compute_units(x.get_device()) // tiles)
     parts = -(-batch // samples)
     sums = torch.empty((parts, count, n), dtype=torch.float32, device=x.device)
     maps = (tensor_map(grad, (1, height, DEPTH)), tensor_map(x, (1, tile.width, DEPTH)))

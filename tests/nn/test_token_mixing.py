@@ -581,6 +581,7 @@ def test_the_kernel_is_correct_in_the_interpreter() -> None:
 LONG = [
     (300, 200, 264, 64), (37, 65, 130, 40), (5, 193, 257, 48), (1, 1, 1, 32), (140, 64, 161, 168),
     (133, 56, 64, 160), (700, 130, 193, 72), (64, 192, 33, 128), (2048, 192, 770, 160),
+    (4096, 770, 770, 160),
 ]  # fmt: skip
 
 
@@ -642,6 +643,13 @@ def test_tiles_cover_all_tokens_with_little_waste() -> None:
         assert tile.stages >= 4 and tile.stages * (tile.stage_bytes + 16) <= SHARED_BYTES
         down, across = -(-count // height), -(-n // width)
         assert down * height < count + 64 * down and across * width < n + 64 * across
+
+
+def test_tensor_cores_add_up_few_products() -> None:
+    assert token_gradient.samples_of_part(8192, 160, 33) == 249
+    assert token_gradient.samples_of_part(8192, 160, 0) == 409  # more tiles than multiprocessors
+    assert token_gradient.samples_of_part(5, 160, 33) == 1
+    assert token_gradient.samples_of_part(5, 10**6, 1) == 1
 
 
 def test_hopper_reads_rows_that_bulk_copies_can_start_at() -> None:
