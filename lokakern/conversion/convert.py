@@ -578,7 +578,10 @@ class Conversion:
             self.callers, names, routes, judge_of, verdicts
         )
         found = ((module, self._tails_found_in(module)) for module in self.callers)
-        tails = planned_tail_chains(found, names, routes, judge_of, verdicts)
+        # One call replaces a layer: the last one of a run may be the first one of a cross.
+        crossed = {site for x in crosses for chain in x.plan.chains for site in x.sites_of(chain)}
+        others = {key: site for key, site in names.items() if site not in crossed}
+        tails = planned_tail_chains(found, others, routes, judge_of, verdicts)
         return [*spans, *crosses, *tails]
 
     def _scales_of(self, sequence: nn.Sequential, device: Device) -> tuple[str, ...]:

@@ -277,6 +277,30 @@ def test_times_with_a_bias_stand_for_those_without(full: Book) -> None:
     assert 'epilogue = "cross"' in handle.suite([512])
 
 
+class BehindRelu(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(N, N), nn.Linear(N, N)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.last(torch.relu(self.first(x))) + x
+
+
+def test_a_layer_of_a_cross_ends_no_other_chain(full: Book) -> None:
+    """One call of a traced forward replaces a layer."""
+    relu, plain = Layer(N, N, "bias+relu"), Layer(N, N, "bias")
+    full.write(
+        *layer_rows(relu, same(30.0), same(5.0)),
+        *(row for m in M for row in fp8_rows(plain, m, 5.0, is_judged=False)),
+    )
+    handle = convert(model_of(BehindRelu), 0.06)
+    found = [chain.text for span in handle.spans for chain in span.plan.chains]
+    assert [(span.sites, len(span.plan.chains)) for span in handle.spans] == [
+        (("crosses.last",), 1), (("crosses.first",), 1)
+    ]  # fmt: skip
+    assert "cross" in found[0] and "relu" in found[1]
+
+
 class Training(FullCrosses):
     def forward(self, x0: Tensor) -> Tensor:
         return super().forward(x0) if self.training else super().forward(x0) * 2
