@@ -402,10 +402,12 @@ class CrossedForward:
 
     @property
     def _is_unchanged(self) -> bool:
-        """`is_as_traced`, at a third of its cost where there is nothing but children."""
+        """`is_as_traced`, at a third of its cost where it reads nothing but children."""
         known = self._only_children
         if known is None:
             return self.is_as_traced
+        if type(self.module).forward is not self._own_forward:
+            return False
         return are_same(tuple(self.module._modules.values()), known)
 
     @property
@@ -767,10 +769,7 @@ def _drop_weights(module: nn.Module, key: str) -> None:
 def _weights(module: nn.Module, setting: Crosses) -> Iterator[tuple[Linear, str]]:
     """The layers of chains, each with the granularity of its FP8 weight."""
     children = dict(module.named_modules(remove_duplicate=False))
-    tails = (
-        (tuple(x for x in tail.names if isinstance(children.get(x), Linear)), tail.chain)
-        for tail in setting.tails
-    )
+    tails = [(tail.layers, tail.chain) for tail in setting.tails]
     for names, plan in (*setting.crosses, *tails):
         for name, layer in zip(names, read_plan(plan)[0] if plan else (), strict=False):
             linear = children.get(name)

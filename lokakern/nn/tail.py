@@ -82,6 +82,15 @@ class Tail(NamedTuple):
         plans = self[1:]
         return "\0".join(plans) if any(plans) else ""
 
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Names of the layers of the chain, whatever they are by now; none without one."""
+        found, place = [], 0
+        for words in words_of_plan(self.chain) if self.chain else ():
+            found.append(self.names[place])
+            place += 1 + sum(has_norm_and_activation(words))
+        return tuple(found)
+
 
 class FoundTail(NamedTuple):
     """A layer with its tail in a graph, or several that follow each other, see `joined_run`.

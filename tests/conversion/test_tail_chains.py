@@ -19,7 +19,8 @@ from lokakern.conversion.convert import Conversion
 from lokakern.conversion.tail_chains import TailSpan
 from lokakern.nn import tail
 from lokakern.nn.block_rms_norm import BlockRMSNorm
-from lokakern.nn.crossed_forward import crossed_of
+from lokakern.nn.crossed_forward import crossed_of, remove_crosses, set_crosses
+from lokakern.nn.tail import Tail
 from lokakern.selection import dispatcher
 from tests.conversion.test_chains import both
 from tests.support.conversions import H200
@@ -81,8 +82,8 @@ def _reset() -> None:
     torch._dynamo.reset()
 
 
-def made(run: Callable[[Any, Tensor], Tensor] = by_modules) -> Net:
-    return Net(run).bfloat16().eval().requires_grad_(False)
+def made(run: Callable[[Any, Tensor], Tensor] = by_modules, kind: type[Net] = Net) -> Net:
+    return kind(run).bfloat16().eval().requires_grad_(False)
 
 
 def chains_of(handle: Conversion) -> list[str]:
@@ -267,3 +268,30 @@ def test_rows_of_nothing_and_what_is_not_measured_is_told(book: Book) -> None:
     assert not chains_of(handle)
     assert "no chain: not measured" in handle.explain("narrow")
     assert model(rows(0)).shape == (0, 512)
+
+
+def test_layers_drop_their_own_weights_beside_one_that_was_replaced(book: Book) -> None:
+    model = made()
+    convert(model, 0.06)
+    (found,) = crossed_of(model).tails  # type: ignore[union-attr]
+    assert found.layers == ("wide", "narrow") and Tail(("wide",), "", "").layers == ()
+    chain = found.chain.replace("|row,", "|tensor,", 1)  # of the first layer
+    set_crosses(model, (), "other", [found._replace(chain=chain)])
+    narrow: Any = model.narrow
+    assert narrow._chain_weights[-1] == ("other", "row")
+    model.wide = nn.Linear(512, 1024)
+    remove_crosses(model, "other")
+    assert "other" not in dict(narrow._chain_weights)
+
+
+def test_another_forward_of_the_class_runs(book: Book, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Plain(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return by_modules(self, x)
+
+    model, x = made(kind=Plain), rows()
+    del model.run  # nothing but children is compared in each call
+    convert(model, 0.06)
+    assert not torch.equal(model(x), x * 2)
+    monkeypatch.setattr(Plain, "forward", lambda self, x: x * 2)
+    assert torch.equal(model(x), x * 2)
