@@ -66,7 +66,7 @@ def calls_layers(module: nn.Module) -> bool:
         return False
     return any(
         isinstance(child, nn.Linear)
-        or (isinstance(child, _LISTS) and any(isinstance(x, nn.Linear) for x in child))
+        or (isinstance(child, _LISTS) and any(isinstance(x, nn.Linear) for x in child.children()))
         for child in module.children()
     )
 

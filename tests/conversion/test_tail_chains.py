@@ -284,6 +284,27 @@ def test_layers_drop_their_own_weights_beside_one_that_was_replaced(book: Book) 
     assert "other" not in dict(narrow._chain_weights)
 
 
+class InDict(nn.Module):
+    """Its layers are in a dict alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({name: getattr(made(), name) for name in ("wide", "narrow")})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.layers["narrow"](F.relu(self.layers["wide"](x))))
+
+
+def test_layers_of_a_dict_are_found(book: Book, ran: list[bool]) -> None:
+    model, x = InDict().eval(), rows()
+    assert chains_of(convert(model, 0.06)) == ["layers.wide"]
+    model(x)
+    assert ran == [True]
+    model.layers["wide"] = nn.Linear(512, 1024, dtype=torch.bfloat16)
+    model(x)
+    assert ran == [True]
+
+
 def test_another_forward_of_the_class_runs(book: Book, monkeypatch: pytest.MonkeyPatch) -> None:
     class Plain(Net):
         def forward(self, x: Tensor) -> Tensor:
