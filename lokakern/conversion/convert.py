@@ -764,10 +764,13 @@ class Conversion:
         except AttributeError:  # a child was removed since
             return []
         plans = {tail.names: tail.chain for tail in chains}
-        tails = [tail._replace(chain=plans.pop(tail.names, "")) for tail in tails]
-        runs = [tail for tail in chains if tail.names in plans]
+        alone = {tail.names for tail in tails}
+        runs = [tail for tail in chains if tail.names not in alone]
         taken = {name for run in runs for name in run.names}
-        return [*(tail for tail in tails if tail.names[0] not in taken), *runs]
+        return [
+            *(x._replace(chain=plans.get(x.names, "")) for x in tails if x.names[0] not in taken),
+            *runs,
+        ]
 
     def _tails_found_in(self, module: nn.Module) -> list[FoundTail]:
         """The layers with tails in the forward of a module, which is traced once."""
