@@ -85,6 +85,8 @@ def bind(tile: Tile, d: int, dtype: torch.dtype) -> CudaLaunch:
 
 def takes(grad: Tensor, x: Tensor) -> bool:
     """Whether this kernel computes the gradient of these operands, which are on a GPU."""
+    if not (grad.numel() and x.numel()):
+        return False
     d = x.shape[2]
     is_whole = d * x.element_size() % ALIGNMENT == 0
     if d < LEAST_COLUMNS or not is_whole or not all(map(_has_maps, (grad, x))):

@@ -25,7 +25,7 @@ from lokakern.conversion.chain_spans import (
 from lokakern.conversion.chain_verdicts import SafeWays, ways_at
 from lokakern.conversion.chains import SpanPlan, plan_span
 from lokakern.conversion.routes import Route
-from lokakern.nn.tail import FoundTail, Tail, behind_names, joined_run, runs_of
+from lokakern.nn.tail import FoundTail, Tail, joined_run, modules_behind, runs_of
 from lokakern.probe.verdicts import Verdict
 
 Names = tuple[tuple[str, ...], ...]  # of a run of layers with their tails
@@ -72,36 +72,37 @@ def planned_tail_chains(
     known: dict[tuple[object, ...], SpanPlan] = {}
     for module, tails in found:
         every = _runs_by_names(tails, module)
-        calls = Counter(tail[0] for tail in dict.fromkeys(x for run in every for x in run))
+        # Tails of each layer: the name of a layer tells its chain, which has one weight of it.
+        counts = Counter(tail[0] for tail in {tail for run in every for tail in run})
         for run in every:
-            # One weight of a layer is kept for a chain, and one plan told by its name.
-            usable = [
-                tail if id(module.get_submodule(tail[0])) in names and calls[tail[0]] == 1 else ()
-                for tail in run
-            ]
+            layers: list[tuple[tuple[str, ...], FoundLayer | None]] = []
             ways: dict[str, SafeWays | None] = {}
-            for place, tail in enumerate(usable):
-                found_layer = _layer_of(tail, module, judge_of) if tail else None
-                if found_layer is None:
-                    continue
-                site, judge = names[id(found_layer.linear)], judge_of(found_layer.linear.weight)
-                safe, unsafe = ways_at([site], verdicts, judge.device, judge.half)
-                ways |= safe
-                if unsafe:
-                    plan = SpanPlan((), unsafe[site])
-                    spans.append(TailSpan(module, (found_layer,), (site,), plan, (tail,)))
-                    usable[place] = ()
-            for part, layers in _parts(usable, module, judge_of):
-                sites = tuple(names[id(x.linear)] for x in layers)
-                judge = judge_of(layers[0].linear.weight)
+            for tail in run:
+                site = names.get(id(module.get_submodule(tail[0])))
+                layer = None
+                if site is not None and counts[tail[0]] == 1:
+                    layer = _layer_of(tail, module, judge_of)
+                if site is not None and layer is not None:
+                    judge = judge_of(layer.linear.weight)
+                    safe, unsafe = ways_at([site], verdicts, judge.device, judge.half)
+                    ways |= safe
+                    if unsafe:
+                        plan = SpanPlan((), unsafe[site])
+                        spans.append(TailSpan(module, (layer,), (site,), plan, (tail,)))
+                        layer = None
+                layers.append((tail, layer))
+            for part in _parts(layers):
+                sites = tuple(names[id(x.linear)] for _, x in part)
+                judge = judge_of(part[0][1].linear.weight)
                 span = tuple(
                     SpanLayer(x.layer, x.eps, routes[site], ways=ways[site])
-                    for x, site in zip(layers, sites, strict=True)
+                    for (_, x), site in zip(part, sites, strict=True)
                 )
                 key = (span, judge)
                 if key not in known:
                     known[key] = plan_span(span, judge)
-                spans.append(TailSpan(module, tuple(layers), sites, known[key], tuple(part)))
+                called, of_part = zip(*part, strict=True)
+                spans.append(TailSpan(module, of_part, sites, known[key], called))
     return spans
 
 
@@ -124,31 +125,28 @@ def _runs_by_names(tails: Sequence[FoundTail], module: nn.Module) -> list[Names]
 
 
 def _parts(
-    run: Iterable[tuple[str, ...]], module: nn.Module, judge_of: Callable[[Tensor], ChainJudge]
-) -> Iterator[tuple[list[tuple[str, ...]], list[FoundLayer]]]:
-    """Parts of a run whose layers kernels take, with these layers; () ends a part."""
-    part: list[tuple[str, ...]] = []
-    layers: list[FoundLayer] = []
-    for tail in (*run, ()):
-        found = _layer_of(tail, module, judge_of) if tail else None
-        if layers and (
-            found is None
-            or layers[-1].layer.n != found.layer.k
-            or layers[-1].linear.weight.dtype != found.linear.weight.dtype
+    run: Iterable[tuple[tuple[str, ...], FoundLayer | None]],
+) -> Iterator[list[tuple[tuple[str, ...], FoundLayer]]]:
+    """Parts of a run, without what is no layer of a kernel, whose layers fit each other."""
+    part: list[tuple[tuple[str, ...], FoundLayer]] = []
+    for tail, layer in (*run, ((), None)):
+        if part and (
+            layer is None
+            or part[-1][1].layer.n != layer.layer.k
+            or part[-1][1].linear.weight.dtype != layer.linear.weight.dtype
         ):
-            if is_worth(layers):
-                yield part, layers
-            part, layers = [], []
-        if found is not None:
-            part.append(tail)
-            layers.append(found)
+            if is_worth([x for _, x in part]):
+                yield part
+            part = []
+        if layer is not None:
+            part.append((tail, layer))
 
 
 def _layer_of(
     names: tuple[str, ...], parent: nn.Module, judge_of: Callable[[Tensor], ChainJudge]
 ) -> FoundLayer | None:
     """A layer with its tail, if a kernel computes both."""
-    behind = behind_names(names, parent)
+    behind = modules_behind(names, parent)
     found = None if behind is None else layer_at([parent.get_submodule(names[0]), *behind], 0)
     if found is None or found.stop != len(names):
         return None

@@ -166,7 +166,7 @@ def can_run(tail: Tail, module: nn.Module) -> bool:
     return bool(_chain_parts(modules, words_of_plan(tail.chain)))
 
 
-def behind_names(names: Sequence[str], parent: nn.Module) -> list[nn.Module] | None:
+def modules_behind(names: Sequence[str], parent: nn.Module) -> list[nn.Module] | None:
     """The modules behind a layer, by the names of a tail, of functions one alike.
 
     None if a sequence is behind it, of which a chain would run a part.
@@ -184,7 +184,8 @@ def _run_chain(
     plan: str, x: Tensor, layer: nn.Module, behind: Sequence[nn.Module | str]
 ) -> Tensor | None:
     """`run_tail` by a chain, or None where there is none that holds."""
-    chain = "".join(plan.split("\0")[2:])  # plans of earlier versions have none
+    _, _, *chains = plan.split("\0")  # those of earlier versions have two words
+    chain = chains[0] if chains else ""
     if not chain:
         return None
     keeper = None

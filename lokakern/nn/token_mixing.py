@@ -59,8 +59,7 @@ def _token_gradient(grad: Tensor, x: Tensor) -> Tensor:
         from lokakern.kernels.cuda import token_gradient as cuda
         from lokakern.kernels.triton.token_gradient import token_gradient
 
-        is_taken = grad.numel() and x.numel() and cuda.takes(grad, x)
-        return (cuda.token_gradient if is_taken else token_gradient)(grad, x)
+        return (cuda.token_gradient if cuda.takes(grad, x) else token_gradient)(grad, x)
     dtype = torch.promote_types(x.dtype, torch.float32)
     if count * n > d * (count + n):  # gradients of each sample would be larger than copies
         left, right = (t.transpose(0, 1).reshape(t.shape[1], -1) for t in (grad, x))
