@@ -36,6 +36,8 @@ enum class Kind {
 
 // A state of a place, see `_states_at` in Python: a product that applies the relu behind it.
 constexpr long kRectified = 3;
+// `COLUMNS` of `lokakern.nn.rectified`: of other rows layer and relu run one by one.
+constexpr int64_t kColumns = 8;
 
 struct KnownClass {
   py::object type, forward;
@@ -274,6 +276,7 @@ std::optional<at::Tensor> rectified(PyObject* layer, PyObject* relu, const py::o
     if (!is_usual(*each, x)) return std::nullopt;
   const auto half = x.scalar_type();
   if (half != at::kBFloat16 && half != at::kHalf) return at::Tensor();
+  if (weight->dim() == 2 && weight->size(1) % kColumns) return at::Tensor();
   for (const at::Tensor* each : operands)
     if (each->scalar_type() != half ||
         (at::GradMode::is_enabled() && each->requires_grad()))

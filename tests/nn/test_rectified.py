@@ -97,6 +97,11 @@ def test_where_the_relu_may_be_in_the_product() -> None:
     empty = nn.Linear(0, 8, dtype=torch.bfloat16)
     empty.__class__ = Linear
     assert not any(rectified_between(nn.Sequential(empty, nn.ReLU())))
+    for k, n, is_narrow in ((13, 52, False), (13, 56, True), (14, 48, False), (13, 57, False)):
+        layer = Linear(k, n).bfloat16()
+        assert rectified_between(nn.Sequential(layer, nn.ReLU()))[0] == (
+            ALWAYS if is_narrow else ""
+        )
 
 
 def test_the_route_between_two_others() -> None:
@@ -287,6 +292,54 @@ def test_a_compiled_model_has_it_with_its_gradients(half: torch.dtype) -> None:
         compiled(x)
         y, count = run_of_profile(compiled, x)
     assert torch.equal(y, other(x)) and count == 2
+
+
+@HALVES
+def test_compiled_code_pads_narrow_rows(half: torch.dtype) -> None:
+    """Of 13 columns, with gradients."""
+    model = model_of(Linear(13, 64), nn.ReLU(), Linear(64, 8), half=half).train()
+    other, exact = plain(model), plain(model).double()
+    x = torch.randn(32, 13).to(half).requires_grad_()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    compiled(x)
+    results = []
+    for each, expected in ((compiled, 1), (other, 0), (exact, 0)):
+        given = x.detach().to(next(each.parameters()).dtype).requires_grad_()
+        each.zero_grad()
+        y, count = run_of_profile(each, given)
+        y.double().square().sum().backward()
+        assert count == expected
+        results.append([y.detach(), given.grad, *(p.grad for p in each.parameters())])
+    for one, usual, right in zip(*results, strict=True):
+        assert one.shape == right.shape
+        error, rounding = ((z.double() - right).norm() for z in (one, usual))
+        assert error <= 1.5 * rounding + 1e-3 * right.norm()
+    with torch.no_grad():
+        compiled(x)
+        y, count = run_of_profile(compiled, x)
+    assert count == 1
+    torch.testing.assert_close(y, results[1][0])
+
+
+def test_eager_calls_of_narrow_rows_run_both_modules(launched: list[int]) -> None:
+    model, x = model_of(Linear(13, 64), nn.ReLU(), Linear(64, 8)), torch.randn(32, 13).bfloat16()
+    with torch.no_grad():
+        for _ in range(3):
+            y, count = run_of_profile(model, x)
+            assert torch.equal(y, plain(model)(x)) and count == 0 and not launched
+
+
+def test_narrow_rows_are_not_padded_for_kernels_of_gradients() -> None:
+    layer = layer_of(("", BY_ROW, ""), n=64, k=13, bias=True)
+    model = model_of(layer, nn.ReLU(), Linear(64, 8))
+    assert rectified_between(model)[0] == ALWAYS
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    x = torch.randn(32, 13).bfloat16().requires_grad_()
+    compiled(x)
+    y, count = run_of_profile(compiled, x)
+    assert torch.equal(y, plain(model)(x)) and count == 0
 
 
 @MOSTLY_BF16
