@@ -31,7 +31,6 @@ import torch
 
 from lokakern.bench.models import arms, catalog, hstu
 from lokakern.bench.models.arms import LEARNING_RATE, Built, Setting, State
-from lokakern.bench.models.click_log import ClickLog
 from lokakern.bench.models.comparison import choices_of
 from lokakern.bench.models.learning import (
     HELD_OUT_BATCHES,
@@ -101,7 +100,7 @@ def pair_of(baseline: Built, other: Built, setting: Setting, seed: int, course: 
         for built in (baseline, other)
     )
     baseline.model.load_state_dict(other.model.state_dict())
-    log = ClickLog(setting.inputs, seed, setting.device)
+    log = setting.log(seed)
     mixed = judged(baseline.uncompiled.trainer(), log, setting.samples, batches)
     best = best_quality(setting, seed, batches)
     return Pair(

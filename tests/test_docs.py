@@ -50,6 +50,7 @@ ELSEWHERE = (
     "run by tests/bench/exchange/test_export.py",
     "run by tests/bench/new_kernel/test_new_kernel.py",
     "run by tests/bench/models/test_public_models.py",
+    "run by tests/bench/models/test_recorded_log.py",
     "run by tests/native/test_serve_gpu.py",
 )
 

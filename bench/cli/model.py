@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 ALL = "zoo"
 OF_ZOO = ("batches", "modes", "autocast", "time_limit", "jobs", "tune")
 NOT_OF_ZOO = (
-    "size", "steps", "batch", "seeds", "arm", "most_rows", "whole", "large_steps", "suite",
+    "size", "steps", "batch", "seeds", "arm", "most_rows", "whole", "large_steps", "suite", "data",
 )  # fmt: skip
 
 
@@ -65,6 +65,14 @@ def model(
             min=1,
             help="Limit on table rows. Default: a power of ten, with all tables within a million; "
             "as published they fit on no GPU.",
+        ),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder that FuxiCTR prepared (feature_map.json; train, valid and test as npz or "
+            "parquet), such as of Criteo, Avazu or MovieLens: features, samples and clicks are its "
+            "own. Default: a synthetic log."
         ),
     ] = None,
     whole: Annotated[
@@ -145,6 +153,7 @@ def model(
     from lokakern.bench.models.catalog import CATALOG, config_named
     from lokakern.bench.models.comparison import compare, rows_of, write_suite
     from lokakern.bench.models.learning import save_curves
+    from lokakern.bench.models.recorded_log import RecordedData
     from lokakern.bench.models.zoo.catalog import ZOO
     from lokakern.device import current_device
     from lokakern.measure.time_problem import torch_device
@@ -164,9 +173,12 @@ def model(
         return
     config = config_named(name, size, most_rows)
     entry = CATALOG[name]
+    recorded = None if data is None else RecordedData.open(data)
+    if recorded is not None:
+        config = recorded.config_of(config, most_rows)
     setting = Setting(
         name, size or entry.default_size, config, batch or entry.samples, training is not False,
-        device, budget, large_steps,
+        device, budget, large_steps, recorded,
     )  # fmt: skip
     if suite is not None:
         print(f"{suite}: {write_suite(setting, suite)} different layers")
@@ -209,10 +221,15 @@ def _bound_words(found: Comparison) -> str:
     shares = found.results[0].shares
     assert shares is not None  # the baseline was timed
     parts = ", ".join(f"{kind} {shares.share(kind):.1%}" for kind in shares.us)
-    return (
+    said = (
         f"shares of the baseline's step: {parts} ({shares.timer}).\n"
         f"Amdahl: {shares.bound:.2f}x if GEMMs took half and norms no time, {shares.limit:.2f}x if "
-        f"neither took any.\nA model equal to the teacher has a normalized entropy of "
+        "neither took any."
+    )
+    if found.best is None:
+        return said
+    return (
+        f"{said}\nA model equal to the teacher has a normalized entropy of "
         f"{found.best.normalized_entropy:.4f}, log loss {found.best.log_loss:.5f}, AUC "
         f"{found.best.auc:.4f} (seed 0)."
     )
@@ -244,6 +261,7 @@ def _facts(found: Comparison) -> dict[str, object]:
     return {
         "model": setting.name, "size": setting.size, "config": asdict(setting.config),
         "batch": setting.samples, "training": setting.training, "budget": setting.budget,
-        "rows": rows_of(found), "best": asdict(found.best),
+        "data": None if setting.data is None else str(setting.data.folder),
+        "rows": rows_of(found), "best": None if found.best is None else asdict(found.best),
         "arms": [asdict(result) for result in found.results],
     }  # fmt: skip

@@ -19,6 +19,7 @@ from lokakern.bench.compare.dispatch import owner_of
 from lokakern.bench.models.blocks import Batch, ClickModel, Inputs, Tables
 from lokakern.bench.models.catalog import CATALOG
 from lokakern.bench.models.click_log import ClickLog
+from lokakern.bench.models.recorded_log import RecordedData, RecordedLog
 from lokakern.conversion.convert import convert
 from lokakern.device import current_device
 from lokakern.errors import UnknownNameError, UnsupportedError
@@ -47,10 +48,17 @@ class Setting:
     device: torch.device  # where it runs
     budget: float  # largest accepted row error of a quantized product
     large_steps: bool = False  # whether arms of `convert` are stepped by `lokakern.nn.optim`
+    data: RecordedData | None = None  # a user's samples; None: synthetic ones
 
     @property
     def inputs(self) -> Inputs:
         return cast(Inputs, self.config.inputs)
+
+    def log(self, seed: int) -> ClickLog | RecordedLog:
+        """The samples of a seed."""
+        if self.data is None:
+            return ClickLog(self.inputs, seed, self.device)
+        return RecordedLog(self.data, self.inputs, seed, self.device)
 
     def build(self, seed: int) -> ClickModel:
         """The model as written, with the parameters of a seed, equal on every device."""
@@ -344,7 +352,7 @@ def probed(arm: Arm, setting: Setting, seed: int, state: State | None = None) ->
     Probe resets torch's compiler, so it must run before a CUDA graph is captured.
     """
     model, _ = _changed(arm, setting, seed, state)
-    log = ClickLog(setting.inputs, seed, setting.device)
+    log = setting.log(seed)
     trainer = Trainer(model, model.interact)
     with Probe(model, every=1) as probe:
         for step in range(PROBED_STEPS):

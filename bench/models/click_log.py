@@ -119,6 +119,10 @@ class ClickLog:
         parts = self._teacher.parts(batch, self.inputs.slots)
         return self._intercept + (self._scale * parts).sum(0)
 
+    def probabilities(self, batch: Batch) -> Tensor:
+        """Probabilities ``[batch]`` by which labels were drawn, float64."""
+        return self.teacher_logits(batch).double().sigmoid()
+
     def _draw(self, stream: str, samples: int) -> Batch:
         words = hashlib.sha256(stream.encode()).digest()
         seed = int.from_bytes(words[:7], "little")
@@ -136,7 +140,7 @@ class ClickLog:
         history = self._history(uniform(samples, self.inputs.history), uniform(samples, 1))
         offsets = self.inputs.offsets(samples, self.device)
         blank = Batch(dense, ids.flatten(), offsets, history, dense.new_zeros(samples))
-        clicked = uniform(samples) < self.teacher_logits(blank).double().sigmoid()
+        clicked = uniform(samples) < self.probabilities(blank)
         return blank._replace(labels=clicked.float())
 
     def _dense(self, samples: int, generator: torch.Generator) -> Tensor:

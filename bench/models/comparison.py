@@ -19,7 +19,6 @@ from lokakern.bench.models import arms as ways
 from lokakern.bench.models.arms import Arm, Built, Setting, apply_mods
 from lokakern.bench.models.blocks import Batch
 from lokakern.bench.models.catalog import CATALOG
-from lokakern.bench.models.click_log import ClickLog
 from lokakern.bench.models.learning import Quality, Run, best_quality, judged, learn
 from lokakern.bench.models.throughput import (
     BATCHES,
@@ -148,7 +147,7 @@ class Comparison:
 
     setting: Setting
     results: tuple[Result, ...]
-    best: Quality
+    best: Quality | None  # None where nobody knows the probabilities of clicks
 
 
 def compare(
@@ -176,7 +175,8 @@ def compare(
     # All arms compile the same code for modules of their own; this is no recompilation.
     with torch._dynamo.config.patch(recompile_limit=8 * len(arms)):
         results = _Bench(setting, steps, seeds, whole, say).results(arms)
-    return Comparison(setting, tuple(results), best_quality(setting, 0))
+    best = None if setting.data else best_quality(setting, 0)
+    return Comparison(setting, tuple(results), best)
 
 
 @dataclass
@@ -264,7 +264,7 @@ class _Bench:
         # Not compiled: each seed has its own weights, and compiling a graph takes a minute.
         plain = replace(built.arm, compiled=False)
         other = ways.build(plain, setting, seed, self.state_of(plain, seed))
-        log = ClickLog(setting.inputs, seed, setting.device)
+        log = setting.log(seed)
         return Run(plain.name, seed, (), judged(other.predictor(), log, setting.samples))
 
     def train_states(self, arms: Sequence[Arm]) -> None:
@@ -283,7 +283,7 @@ class _Bench:
 
 def choices_of(built: Built, setting: Setting) -> list[LayerChoice]:
     """The kernel of each product of a converted arm at the setting's batch."""
-    batch = ClickLog(setting.inputs, 0, setting.device).batch(0, setting.samples)
+    batch = setting.log(0).batch(0, setting.samples)
     plain = built.uncompiled
     model = plain.trainer() if setting.training else plain.predictor()
     sites = {name: site.module for name, site in built.conversion.sites.items()}

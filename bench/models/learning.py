@@ -28,6 +28,7 @@ from lokakern.bench.models.arms import (
 )  # fmt: skip
 from lokakern.bench.models.blocks import Batch
 from lokakern.bench.models.click_log import HELD_OUT, ClickLog
+from lokakern.bench.models.recorded_log import RecordedLog
 from lokakern.errors import MeasurementError
 
 
@@ -37,7 +38,7 @@ class Quality:
 
     log_loss: float  # mean cross entropy in nats
     # Its expectation over the clicks, which removes their sampling noise from comparisons of
-    # models.
+    # models; of recorded clicks the same.
     expected_log_loss: float
     normalized_entropy: float  # `log_loss` over that of always predicting the click rate
     auc: float  # probability that a click is ranked before a non-click; ties count half
@@ -120,7 +121,7 @@ def learn(
         batches: Number of held-out batches, as large as those of a step.
     """
     built.model.load_state_dict(parameters_of(built.arm, setting, seed) if start is None else start)
-    log, trainer = ClickLog(setting.inputs, seed, setting.device), built.trainer()
+    log, trainer = setting.log(seed), built.trainer()
     for group in trainer.optimizer.param_groups:
         group["lr"] = rate
     losses = torch.empty(steps, device=setting.device)  # read at the end, without waiting in a step
@@ -142,7 +143,10 @@ def parameters_of(arm: Arm, setting: Setting, seed: int) -> State:
 
 
 def judged(
-    model: Trainer | Predictor, log: ClickLog, samples: int, batches: int = HELD_OUT_BATCHES
+    model: Trainer | Predictor,
+    log: ClickLog | RecordedLog,
+    samples: int,
+    batches: int = HELD_OUT_BATCHES,
 ) -> Quality:
     """Quality on held-out batches of so many samples of a log."""
     was_training = model.model.training
@@ -160,12 +164,12 @@ def best_quality(setting: Setting, seed: int, batches: int = HELD_OUT_BATCHES) -
 
 @torch.no_grad()
 def _quality(
-    log: ClickLog, samples: int, batches: int, logits_of: Callable[[Batch], Tensor]
+    log: ClickLog | RecordedLog, samples: int, batches: int, logits_of: Callable[[Batch], Tensor]
 ) -> Quality:
     found = []
     for step in range(batches):
         batch = log.batch(HELD_OUT + step, samples)
-        found.append((logits_of(batch), batch.labels, log.teacher_logits(batch).double().sigmoid()))
+        found.append((logits_of(batch), batch.labels, log.probabilities(batch)))
     return quality_of(*(torch.cat(parts) for parts in zip(*found, strict=True)))
 
 

@@ -26,7 +26,6 @@ from torch.profiler import ProfilerActivity, profile
 from lokakern import native
 from lokakern.bench.models.arms import Built, Setting
 from lokakern.bench.models.blocks import Batch
-from lokakern.bench.models.click_log import ClickLog
 from lokakern.measure import timing
 from lokakern.selection.ties import margin_us
 
@@ -88,7 +87,7 @@ def stepper(built: Built, setting: Setting, *, whole: bool, before: int = 0) -> 
         before: Bytes in use before the arm was built.
     """
     on_gpu = setting.device.type == "cuda"
-    log = ClickLog(setting.inputs, 0, setting.device)
+    log = setting.log(0)
     batches = [log.batch(step, setting.samples) for step in range(BATCHES)]
     torch._dynamo.utils.counters.clear()
     if on_gpu:
