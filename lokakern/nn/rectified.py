@@ -24,6 +24,7 @@ from lokakern.nn.chain_call import has_global_hooks, has_own_call, is_usual, row
 from lokakern.nn.compiled_form import fuse_quantizers
 from lokakern.nn.linear import (
     ALTERED,
+    HELD,
     OFFLOADED,
     Linear,
     _wants_gradients,
@@ -86,8 +87,11 @@ def _is_usual(layer: Linear) -> bool:
     if not layer.in_features:  # of such a product torch returns the bias, without relu
         return False
     k, n = layer.in_features, layer.out_features
-    is_fit = n % COLUMNS == 0 and (k % COLUMNS == 0 or NARROW * k <= n)
-    is_whole = layer.padding == (0, 0) and not layer.is_mixing and not layer.is_held
+    is_narrow = k % COLUMNS > 0 and NARROW * k <= n
+    is_fit = n % COLUMNS == 0 and (k % COLUMNS == 0 or is_narrow)
+    is_whole = layer.padding == (0, 0) and not layer.is_mixing
+    if layer.is_held and not (is_narrow and not layer.makes_weight):
+        return False
     return is_fit and is_whole and layer.bias is not None and layer.weight.dtype in CAST
 
 
@@ -193,7 +197,8 @@ def rectifying_way(
         return ""  # what is exported may be trained, and torch has no derivative of the product
     flags, _, to_output, *gradients = plan.split("\0") if plan else ("", "", PLAIN, PLAIN, PLAIN)
     is_quantized = quantizes_at((to_output,), m) if m >= 0 else to_output != PLAIN
-    if ALTERED in flags or OFFLOADED in flags or is_quantized:
+    # Of narrow rows a copy of the weight may be held, which only the layer itself multiplies by.
+    if (ALTERED in flags and HELD not in flags) or OFFLOADED in flags or is_quantized:
         return ""
     if any(gradients) and dtype_of(plan) is not half:
         return ""  # kernels are for the other dtype

@@ -330,6 +330,20 @@ def test_eager_calls_of_narrow_rows_run_both_modules(launched: list[int]) -> Non
             assert torch.equal(y, plain(model)(x)) and count == 0 and not launched
 
 
+def test_a_held_copy_of_a_narrow_weight_does_not_matter() -> None:
+    layer = layer_of(("", "", ""), n=64, k=13, bias=True)
+    layer.freeze()
+    assert layer.is_held
+    model, x = model_of(layer, nn.ReLU(), Linear(64, 8)), torch.randn(32, 13).bfloat16()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        compiled(x)
+        y, count = run_of_profile(compiled, x)
+        assert count == 1
+        torch.testing.assert_close(y, plain(model)(x))
+
+
 def test_narrow_rows_are_not_padded_for_kernels_of_gradients() -> None:
     layer = layer_of(("", BY_ROW, ""), n=64, k=13, bias=True)
     model = model_of(layer, nn.ReLU(), Linear(64, 8))

@@ -619,11 +619,13 @@ def test_the_kernels_are_correct_on_a_gpu(
         found = torch.ops.lokakern.token_gradient(grad, x)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert error(found) < 2**-12  # of sums of 1.3 million products 0.9e-4 on an H200
+    # Of sums of 1.3 million products 0.9e-4 on an H200, and by Triton's kernel, whose accumulators
+    # have longer ones, 4.1e-4 of 0.66 million.
+    assert error(found) < (2**-11 if is_turned else 2**-12)
     for _ in range(3):
         assert torch.equal(found, torch.ops.lokakern.token_gradient(grad, x))
     monkeypatch.setattr(token_mixing, "has_triton", lambda *_: False)
-    assert error(torch.ops.lokakern.token_gradient(grad, x)) < 2**-7
+    assert error(torch.ops.lokakern.token_gradient(grad, x)) < 2**-6  # 0.015 of as many
 
 
 @pytest.mark.gpu
