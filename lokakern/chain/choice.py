@@ -15,6 +15,7 @@ from lokakern.chain.search import Path
 from lokakern.device import current_device, devices_here
 from lokakern.errors import FormatError, ShapeError, UnsupportedError
 from lokakern.selection import remedies
+from lokakern.selection.table import Origin
 from lokakern.selection.ties import within_noise
 from lokakern.types import REALISTIC_DISTRIBUTIONS, Granularity, Problem
 
@@ -33,6 +34,7 @@ class ChainChoice:
         paths: Pareto-optimal measured chains, the fastest first.
         missing: Problems whose measurement may change the answer.
         note: Reason of a miss, or "".
+        origin: The frozen choices that it is of, which have no times and errors; or None.
     """
 
     chain: Chain
@@ -42,6 +44,7 @@ class ChainChoice:
     paths: tuple[Path, ...] = ()
     missing: tuple[Problem, ...] = ()
     note: str = ""
+    origin: Origin | None = None
 
     @property
     def kernels(self) -> tuple[str, ...]:
@@ -80,7 +83,7 @@ class ChainChoice:
     @property
     def unquantized(self) -> ChainChoice:
         """The fastest unquantized chain."""
-        return ChainChoice(self.chain, None, self.plain, self.plain)
+        return ChainChoice(self.chain, None, self.plain, self.plain, origin=self.origin)
 
     @property
     def sweep_command(self) -> str:
@@ -146,6 +149,8 @@ class ChainChoice:
                  f"{within}: {_words(self.steps)}"]  # fmt: skip
         if self.note:
             lines.append(f"  miss: {self.note}")
+        elif self.origin is not None:
+            lines.append(f"  by the choices of {self.origin}, without times and errors")
         rows = [["layer", "n x k", "kernel", "reads", "writes", "us", "row_err"]]
         rows += [self._row(step) for step in self.steps]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -25,6 +25,7 @@ from lokakern.chain.candidates import (
     worth_measuring,
 )
 from lokakern.chain.choice import ChainChoice, is_faster, steps_of, time_of
+from lokakern.chain.frozen_chain import frozen_choice, keep
 from lokakern.chain.search import best_paths, fastest_within
 from lokakern.epilogue import norm_form
 from lokakern.errors import BudgetError, FormatError, ShapeError, UnknownNameError
@@ -62,7 +63,7 @@ def dispatch_chain(
     layer before writes ``dtype``, a quantizer runs in between, and its time counts. Times add up,
     and so do squares of errors; all combinations are compared. The result is the unquantized chain
     if no other chain is within the budget and significantly faster, if the unquantized chain was
-    not measured, and with frozen choices, because `lokakern.freeze` does not include chains.
+    not measured, or if frozen choices are in use and have none for these arguments.
 
     Args:
         layers: ``(n, k, epilogue)`` of each layer: output columns, input columns, and the epilogue,
@@ -91,6 +92,7 @@ def dispatch_chain(
             is not a bool, or the dtype is another one.
         BudgetError: The budget is not a limit on the row error.
         DeviceError: The device is not in the database.
+        ChoicesError: The frozen choices in use hold no chain of these layers, but something else.
     """
     limit = _limit_of(budget)
     chain = Chain(
@@ -111,9 +113,7 @@ def dispatch_chain(
         )
     held = dispatcher.choices()
     if held is not None:
-        plain = unquantized_steps(chain)
-        note = f"chains are not in {held.origin}; the unquantized chain is taken"
-        return ChainChoice(chain, limit, plain, plain, note=note)
+        return frozen_choice(chain, limit, held.origin)
     options = [options_of(chain, place) for place in range(len(chain.layers))]
     ends = (Form(scales, scales) for scales in (chain.reads, chain.writes))
     paths = tuple(best_paths(options, *ends))
@@ -125,7 +125,9 @@ def dispatch_chain(
         note = f"no unquantized kernel was measured at {unknown}; the unquantized chain is taken"
     best = None if note or limit is None else fastest_within(paths, limit**2)
     steps = plain if best is None or not is_faster(steps_of(best), plain) else steps_of(best)
-    return ChainChoice(chain, limit, steps, plain, paths, missing, note)
+    choice = ChainChoice(chain, limit, steps, plain, paths, missing, note)
+    keep(choice)
+    return choice
 
 
 def _limit_of(budget: ErrorBudget | float | None) -> float | None:

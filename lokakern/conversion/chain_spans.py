@@ -31,7 +31,6 @@ from lokakern.nn.linear_norm_act import LinearNormAct
 from lokakern.nn.static_handoff import BoundedSequential, is_affordable, passes_on
 from lokakern.norm import NO_NORM, Norm, norm_named
 from lokakern.probe.verdicts import Verdict
-from lokakern.selection import dispatcher
 from lokakern.types import Device, ErrorBudget, Format, Granularity, NormForm
 
 takes_once = functools.lru_cache(maxsize=4096)(takes)
@@ -223,7 +222,10 @@ def chain_rows(span: Span, off: Collection[ChainSites]) -> list[dict[str, Any]]:
     for chain in span.plan.chains:
         is_off = span.sites_of(chain) in off
         used = [t for t in chain.times if t.is_faster and not is_off]
-        choice = "; ".join(dict.fromkeys(t.kernels for t in used)) or "off"
+        every = [t.kernels for t in used]
+        if not (chain.times or is_off):  # of frozen choices
+            every = [", ".join(step.kernel for step in steps) for steps in chain.launches]
+        choice = "; ".join(dict.fromkeys(every)) or "off"
         rows.append(
             {
                 "site": words_of(span.sites_of(chain)), "gemm": "chain",
@@ -246,8 +248,6 @@ def why_no_chains(
         return "kernels were forced"
     if not is_inference:
         return "chains have no gradients: convert with inference=True"
-    if dispatcher.choices() is not None:
-        return "choices are frozen, without those of chains"
     if not is_wanted:
         return "chains=False"
     if not is_between:

@@ -35,11 +35,14 @@ from lokakern.conversion.chain_rivals import (
     is_separate,
 )
 from lokakern.conversion.chain_verdicts import SafeWays, reads_safely, reported_error
+from lokakern.conversion.frozen_chains import checked_plan
 from lokakern.conversion.routes import ANY_M, within
 from lokakern.nn.chain_plan import ChainLayer, ChainStep, Steps, plan_text, read_plan
 from lokakern.nn.routed_matmul import dtype_of, in_dtype
 from lokakern.registry import float16
 from lokakern.registry.register import KERNELS, kernels_for
+from lokakern.selection import dispatcher
+from lokakern.selection.frozen.answers import digest_of, question
 from lokakern.selection.ties import within_noise
 from lokakern.types import Device, Format, Granularity, norm_form
 
@@ -109,10 +112,18 @@ class PlannedChain:
     times: tuple[TimedChain, ...] = field(repr=False)
     why: str
 
+    @property
+    def launches(self) -> tuple[Steps, ...]:
+        """The different launches, from the smallest m on."""
+        segments = (segment for part in read_plan(self.text)[1:] for segment in part)
+        return tuple(dict.fromkeys(steps for _, steps in segments if steps))
+
     def explain(self) -> str:
-        """Kernels, times and error at every measured m."""
+        """Kernels, times and error at every measured m; of frozen choices kernels only."""
         words = ", ".join(f"{x.n} x {x.k} {x.epilogue}" for x in self.layers)
         lines = [f"chain of {_count(self.layers)} ({words}): {self.why}"]
+        if not self.times:
+            lines += [f"  {', '.join(step.kernel for step in steps)}" for steps in self.launches]
         for t in self.times:
             kind = ", interpolated" if t.interpolated else ""
             is_used = "" if t.is_faster else ", not used: not faster beyond noise"
@@ -140,11 +151,18 @@ class SpanPlan:
 
 
 def plan_span(span: Sequence[SpanLayer], judge: ChainJudge) -> SpanPlan:
-    """Choose the chains of consecutive layers.
+    """Choose the chains of consecutive layers; with frozen choices those of the file.
 
     A span is cut into chains, and layers that are left alone, once for all m: so that the gains,
     each relative to the time of the span, are largest over the measured m.
+
+    Raises:
+        ChoicesError: The file of frozen choices holds no chains of these layers, but something
+            else.
     """
+    asked = _asked(span, judge)
+    if dispatcher.choices() is not None:
+        return _held_plan(asked, span, judge)
     own = _Search(tuple(span), judge)
     search = _Search(tuple(map(own.as_measured, span)), judge)
     chains = tuple(
@@ -152,7 +170,43 @@ def plan_span(span: Sequence[SpanLayer], judge: ChainJudge) -> SpanPlan:
         for start, stop in search.best_cuts()
     )
     why = "" if chains else search.why_none()
+    if chains:
+        texts = [f"{chain.start} {chain.stop} {chain.text}" for chain in chains]
+        names = {s.kernel for chain in chains for steps in chain.launches for s in steps}
+        dispatcher.keep_answer(judge.device, asked, texts, names)
     return SpanPlan(chains, why, own.missing)
+
+
+def _asked(span: Sequence[SpanLayer], judge: ChainJudge) -> str:
+    layers = [(*x.layer, x.eps, x.route.text, x.is_handed, x.tensors) for x in span]
+    ways = None if all(x.ways is None for x in span) else digest_of([x.ways for x in span])
+    return question(
+        "chains", layers=layers if len(span) == 1 else digest_of(layers), ways=ways,
+        row_err=judge.limit, distributions=judge.distributions, regime=judge.regime,
+        m_range=judge.m_range, static=judge.admits_static, weights=judge.weights,
+        format=judge.half,
+    )  # fmt: skip
+
+
+def _held_plan(asked: str, span: Sequence[SpanLayer], judge: ChainJudge) -> SpanPlan:
+    """The chains of the frozen choices in use; none if they have none."""
+    answer = dispatcher.held_answer(judge.device, asked)
+    held = dispatcher.choices()
+    assert held is not None
+    if answer is None:
+        return SpanPlan((), f"none is among the choices of {held.origin}")
+    found: list[PlannedChain] = []
+    for given in answer.texts:
+        first, last, *text = given.split(" ", 2)
+        is_range = first.isdecimal() and last.isdecimal() and len(first + last) <= 8
+        answer.expect(is_range and len(text) == 1, f"{given!r} is no chain")
+        start, stop, behind = int(first), int(last), found[-1].stop if found else 0
+        fits = behind <= start < stop <= min(len(span), start + MOST_LAYERS)
+        answer.expect(fits, f"a chain of layers {start} to {stop} of {len(span)}")
+        layers = checked_plan(text[0], span[start:stop], judge, answer)
+        why = f"of the choices of {held.origin}"
+        found.append(PlannedChain(start, stop, layers, text[0], (), why))
+    return SpanPlan(tuple(found))
 
 
 def _of_layers(chain: PlannedChain, span: Sequence[SpanLayer]) -> PlannedChain:

@@ -58,7 +58,7 @@ from lokakern.conversion.routes import (
     with_padded_sizes,
     without_chain,
 )
-from lokakern.conversion.step_host import StepHost, step_host
+from lokakern.conversion.step_host import StepHost, host_of_step
 from lokakern.conversion.tail_chains import TailSpan, planned_tail_chains
 from lokakern.conversion.tail_sites import found_tails
 from lokakern.conversion.tune import Tuning, apply_tuning, tune
@@ -283,7 +283,8 @@ def convert(
         BudgetError: The budget is not a finite, non-negative number, or ``check`` or LOKAKERN_CHECK
             is not ``every:rows``.
         DeviceError: The device is not in the database.
-        ChoicesError: The file ``tuned`` cannot be read, or is for something else. The model is then
+        ChoicesError: The file ``tuned`` cannot be read, or is for something else; or the frozen
+            choices in use hold something that is no choice for a layer. The model is then
             unchanged.
     """
     given: object = model  # from a program without types
@@ -334,13 +335,14 @@ def convert(
         (history, margin) if scaling == "delayed" else None,
         dtype or torch.bfloat16,
     )
-    conversion.refresh()
-    if tuned is not None and kept is not None:
-        try:
+    try:
+        conversion.refresh()
+        if tuned is not None and kept is not None:
             tuning_file.check(kept, conversion, os.fspath(tuned))
-        except BaseException:
-            conversion.undo()
-            raise
+    except BaseException:
+        conversion.undo()
+        raise
+    if kept is not None:
         apply_tuning(conversion, kept)
     return conversion
 
@@ -502,7 +504,7 @@ class Conversion:
     ) -> dict[str, CrossGradients]:
         """Which gradients behind crosses are quantized as they are computed, by site."""
         devices = {self._device_for(shape_of(m)[3]) for m in self._modules.values()}
-        if not any(dispatcher.snapshot().is_timed(CROSS_KERNEL, device) for device in devices):
+        if not any(dispatcher.is_timed(CROSS_KERNEL, device) for device in devices):
             return {}
         low, high = self._m_range or (0, ANY_M)
         low = low if host is None else max(low, host.least_m)
@@ -684,9 +686,7 @@ class Conversion:
         if self._inference and form != DOT:
             return ""
         form = LOGIT if form == DOT and self._wanted is not None else form
-        is_timed = form and dispatcher.snapshot().is_timed(
-            GRADIENT_KERNEL, self._device_for(module.weight)
-        )
+        is_timed = form and dispatcher.is_timed(GRADIENT_KERNEL, self._device_for(module.weight))
         return form if is_timed else ""
 
     def _apply_handoffs(self, keep_classes: bool) -> None:
@@ -736,11 +736,10 @@ class Conversion:
 
     def _rules_for(self, device: Device) -> tuple[bool, bool]:
         """Whether products may apply relus on a device, and one op compute gradients."""
-        facts = dispatcher.snapshot()
         is_trained = self.has_relus and not self._inference
         return (
-            self.has_relus and facts.is_timed(RELU_KERNEL, device),
-            is_trained and facts.is_timed(GRADIENT_KERNEL, device),
+            self.has_relus and dispatcher.is_timed(RELU_KERNEL, device),
+            is_trained and dispatcher.is_timed(GRADIENT_KERNEL, device),
         )
 
     def _tails_of(self, module: nn.Module, *, keeps_off: bool) -> list[Tail]:
@@ -1191,7 +1190,7 @@ class Conversion:
         if not any(route.text for route in routes) or "" in chosen:
             return None
         weight = shape_of(next(iter(self._modules.values())))[3]
-        return step_host(routes, dispatcher.host_costs_on(self._device_for(weight), self.regime))
+        return host_of_step(routes, self._device_for(weight), self.regime)
 
     def _routes_by(
         self, by: Judge | Forced, n: int, k: int, has_bias: bool, device: Device, site: str,

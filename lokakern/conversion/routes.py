@@ -14,10 +14,11 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import TypeVar
 
+from lokakern.conversion.frozen_routes import checked_route
 from lokakern.errors import UnsupportedError
 from lokakern.mods.pad import Pad
 from lokakern.nn.chain_plan import read_plan
@@ -39,6 +40,7 @@ from lokakern.registry.register import Kernel, fp8_format
 from lokakern.selection import dispatcher
 from lokakern.selection.candidates import Candidate
 from lokakern.selection.choice import Choice
+from lokakern.selection.frozen.answers import digest_of, question
 from lokakern.selection.measured_neighbors import sizes_of
 from lokakern.selection.padded_rows import padded_problem
 from lokakern.selection.table import Table
@@ -213,6 +215,8 @@ def routes_of(
 ) -> tuple[Route, ...]:  # fmt: skip
     """Routes of the three GEMMs of a layer ``Y[m, n] = X[m, k] W[n, k]^T``.
 
+    With frozen choices they are those of the file, for the same arguments.
+
     Args:
         n: Outputs.
         k: Inputs.
@@ -228,19 +232,111 @@ def routes_of(
         turns_gradient: Whether the gradient of a turned weight is computed as ``[k, n]``, too.
         can_pad: Whether `mods.Pad` takes a layer of this kind, which reasons then name.
         half: Format of operands and outputs, bfloat16 or float16.
+
+    Raises:
+        ChoicesError: The file of frozen choices holds no routes for these arguments, but something
+            else.
     """
+    if judge.budget is None:
+        return tuple(Route(gemm, PLAIN, "no budget: nothing is quantized") for gemm in GEMMS)
     is_prepared = inference if is_prepared is None else is_prepared
+    is_turned = is_turned and not is_prepared
     judge = replace(judge, is_training=not inference, has_bias=has_bias)
+    asked = question(
+        "routes", n=n, k=k, judge=replace(judge, verdicts=None), verdicts=_judged_by(judge),
+        inference=inference, m_range=m_range, forms=forms, prepared=is_prepared, turned=is_turned,
+        turns_gradient=turns_gradient, format=half,
+    )  # fmt: skip
+
+    def problem_at(gemm: str, m: int) -> Problem:
+        is_swapped = gemm == "grad_weight" and is_turned and turns_gradient
+        sizes = (k, n) if is_swapped else (n, k)
+        return problem_of(gemm, m, *sizes, is_turned=is_turned, half=half)
+
+    if dispatcher.choices() is not None:
+        return _held_routes(asked, problem_at, device, inference, is_prepared, forms)
     # Only where no form of a GEMM was measured.
     wide = Pad().sizes_of(n, k) if can_pad else None
     predicting = replace(judge, predicts=True, m_range=m_range, wide=wide)
-    reason = "no budget" if judge.budget is None else ""
-    if dispatcher.choices() is not None:
-        reason = "choices are frozen, without those of modules"
-    if reason:
-        return tuple(Route(gemm, PLAIN, f"{reason}: nothing is quantized") for gemm in GEMMS)
+    found = _chosen_routes(
+        n, k, judge, predicting, device, has_bias, inference, m_range, forms, is_prepared,
+        is_turned, turns_gradient, half,
+    )  # fmt: skip
+    texts = [text for route in found for text in (route.text, route.eager)]
+    if any(texts):
+        dispatcher.keep_answer(device, asked, texts, names_in(texts))
+    return found
+
+
+def _judged_by(judge: Judge) -> str:
+    """What a question tells of verdicts: a digest of what `_judged` reads."""
+    if judge.verdicts is None:
+        return ""
+    return digest_of([
+        (v.gemm, v.dtype, [
+            (c.scales, c.safety, c.row_err_upper, c.row_p99, c.mean_shift, c.architecture)
+            for c in v.classes
+        ])
+        for v in judge.verdicts
+    ])  # fmt: skip
+
+
+def names_in(routes: Iterable[str]) -> set[str]:
+    """Names of the kernels in routes."""
+    every = (part for text in routes if text for part in read_route(text)[1:])
+    return {name for segments in every for _, name in segments if name}
+
+
+def _held_routes(
+    asked: str,
+    problem_at: Callable[[str, int], Problem],
+    device: Device,
+    inference: bool,
+    is_prepared: bool,
+    forms: Sequence[Granularity],
+) -> tuple[Route, ...]:
+    """The routes of the frozen choices in use; without a kernel if they have none."""
+    answer = dispatcher.held_answer(device, asked)
+    held = dispatcher.choices()
+    assert held is not None
+    if answer is None:
+        why = f"no kernel for it is among the choices of {held.origin}: nothing is quantized"
+        return tuple(Route(gemm, PLAIN, why) for gemm in GEMMS)
+    answer.expect(len(answer.texts) == 2 * len(GEMMS), f"{len(answer.texts)} texts answer {asked}")
+    found = []
+    for gemm, text, eager in zip(GEMMS, answer.texts[::2], answer.texts[1::2], strict=True):
+        if inference and gemm != "output":
+            answer.expect(text == eager == PLAIN, f"kernels of gradients answer {asked}")
+            found.append(Route(gemm, PLAIN, NO_GRADIENTS))
+            continue
+        is_ahead = is_prepared and gemm == "output"
+        refusal = partial(_refusal, gemm, problem_at, is_ahead, device)
+        is_alone = gemm == "grad_weight"
+        of_gemm = (Granularity.NONE,) if is_alone else forms
+        route, eager = (checked_route(x, of_gemm, refusal, answer, is_alone) for x in (text, eager))
+        found.append(Route(gemm, route, f"of the choices of {held.origin}", eager=eager))
+    return tuple(found)
+
+
+def _refusal(
+    gemm: str, problem_at: Callable[[str, int], Problem], is_ahead: bool, device: Device,
+    kernel: Kernel, m: int,
+) -> str | None:  # fmt: skip
+    """Why a kernel does not compute a GEMM at an m, also with a weight quantized ahead, or None."""
+    problem = problem_at(gemm, m)
+    why = None if is_ahead else kernel.refusal(problem, device)
+    if why is not None or gemm == "grad_weight":
+        return why
+    return kernel.refusal(with_weight(problem, kernel.b_granularity, device), device)
+
+
+def _chosen_routes(
+    n: int, k: int, judge: Judge, predicting: Judge, device: Device, has_bias: bool,
+    inference: bool, m_range: MRange | None, forms: Sequence[Granularity], is_prepared: bool,
+    is_turned: bool, turns_gradient: bool, half: Format,
+) -> tuple[Route, ...]:  # fmt: skip
+    """`routes_of` from the database, or by predictions where nothing was measured."""
     epilogues = ("bias", "none") if has_bias else ("none",)
-    is_turned = is_turned and not is_prepared
     if is_turned:
         epilogues = ("none",)  # no other was measured
     first = Route("output", PLAIN, "nothing was measured")
@@ -304,6 +400,17 @@ def activating_route(
     """
     fp8, row = fp8_format(device), Granularity.ROW
     problem = norm_quantize_case(16, k, activation, "X1", fp8, row).problem
+    asked = question("activating", k=k, activation=activation, m_range=m_range)
+    if dispatcher.choices() is not None:
+        answer = dispatcher.held_answer(device, asked)
+        if answer is None:
+            return ""
+        answer.expect(len(answer.texts) == 1, f"{len(answer.texts)} texts answer {asked}")
+
+        def refusal(kernel: Kernel, m: int) -> str | None:
+            return kernel.refusal(replace(problem, m=m), device)
+
+        return checked_route(answer.texts[0], (row,), refusal, answer, reads_no_weight=True)
     table = dispatcher.table_for(problem, None, None, device, is_choice=False)
     segments: Segments = [(0, PLAIN)]
     for m in _sizes(table, m_range):
@@ -317,7 +424,10 @@ def activating_route(
         ]
         segments.append((m, min(timed)[1] if timed else PLAIN))
     segments.append((segments[-1][0] + 1, PLAIN))
-    return route_text(Granularity.ROW, segments, [(0, PLAIN)])
+    text = route_text(Granularity.ROW, segments, [(0, PLAIN)])
+    if text:
+        dispatcher.keep_answer(device, asked, [text], names_in([text]))
+    return text
 
 
 def without_chain(route: str, plan: str) -> str:

@@ -12,15 +12,21 @@ host takes for the step as converted. Each product counts once, with the same m.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from lokakern.conversion.routes import ANY_M, Route
 from lokakern.nn.routed_matmul import PLAIN
+from lokakern.selection import dispatcher
+from lokakern.selection.frozen.answers import digest_of, question
 from lokakern.selection.host_cost import STEP, TORCH, TRAINING_BF16, HostCosts
+from lokakern.types import Device
+
+_NUMBER = re.compile(r"\d{1,12}\.\d{3}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +62,33 @@ class StepHost:
             f"{words}; below m={self.least_m} the GPU takes less for these in bf16, and nothing is "
             "quantized, but in eager calls where nothing pads rows"
         )
+
+
+def host_of_step(routes: Sequence[Route], device: Device, regime: str) -> StepHost | None:
+    """The host of a step with these products; with frozen choices that of the file.
+
+    None if its cost is unknown.
+
+    Raises:
+        ChoicesError: The file of frozen choices holds no host of these products, but something
+            else.
+    """
+    products = sorted(route.text for route in routes)
+    asked = question("training step", regime=regime, products=digest_of(products))
+    if dispatcher.choices() is not None:
+        answer = dispatcher.held_answer(device, asked)
+        if answer is None:
+            return None
+        numbers = [float(x) if _NUMBER.fullmatch(x) else -1.0 for x in answer.texts]
+        is_right = len(numbers) == 4 and all(0 <= x <= ANY_M for x in numbers)
+        answer.expect(is_right, f"{answer.texts} are no numbers of a step")
+        fixed_us, products_us, count, least_m = numbers
+        return StepHost(fixed_us, products_us, int(count), int(least_m))
+    found = step_host(routes, dispatcher.host_costs_on(device, regime))
+    if found is not None:
+        numbers = [found.fixed_us, found.products_us, found.count, found.least_m]
+        dispatcher.keep_answer(device, asked, [f"{x:.3f}" for x in numbers], ())
+    return found
 
 
 def step_host(routes: Iterable[Route], costs: HostCosts) -> StepHost | None:

@@ -27,6 +27,7 @@ from lokakern.selection import rank_agreement
 from lokakern.selection.arguments import budget_of, device_of_torch, problem_of
 from lokakern.selection.candidates import Candidate, Evidence, Memory, candidate_of
 from lokakern.selection.choice import Choice as Choice
+from lokakern.selection.frozen.answers import HeldAnswer, KeptAnswer, question
 from lokakern.selection.frozen.lookup import Choices, Weight
 from lokakern.selection.host_cost import (
     HostCosts,
@@ -74,6 +75,7 @@ _MOST_TABLES = 4096  # bounds the memory for callers with ever new budgets
 _FORGOTTEN = False  # whether tables were dropped because there were more
 # Scales that `prepare_weight` chose for weights, for `freeze`; NONE leaves a weight unquantized.
 CHOSEN_FORMS: dict[tuple[Device, Weight], Granularity] = {}
+_ANSWERS: dict[tuple[Device, str], KeptAnswer] = {}  # by device and question, for `freeze`
 
 
 def snapshot() -> Snapshot:
@@ -153,6 +155,7 @@ def _answer_from(facts: Snapshot | None, held: Choices | None, is_environment_re
         _TABLES.clear()
         _PREPARED.clear()
         CHOSEN_FORMS.clear()
+        _ANSWERS.clear()
         _MODELS.clear()
         _MEMORIES.clear()
         for listener in _LISTENERS:
@@ -177,6 +180,51 @@ def chosen() -> list[Table]:
                 "a process that only runs the model"
             )
         return [table for table in dict.fromkeys(_TABLES.values()) if table.is_choice]
+
+
+def keep_answer(device: Device, asked: str, texts: Sequence[str], kernels: Iterable[str]) -> None:
+    """Keep an answer that `lokakern.freeze` writes, with the names of its kernels."""
+    global _FORGOTTEN
+    with _LOCK:
+        if len(_ANSWERS) >= _MOST_TABLES:
+            _ANSWERS.clear()
+            _FORGOTTEN = True
+        _ANSWERS[device, asked] = KeptAnswer(tuple(texts), frozenset(kernels))
+
+
+def kept_answers() -> dict[tuple[Device, str], KeptAnswer]:
+    """The answers that were kept since the snapshot was loaded, by device and question."""
+    with _LOCK:
+        return dict(_ANSWERS)
+
+
+def held_answer(device: Device, asked: str) -> HeldAnswer | None:
+    """The answer of the frozen choices in use; None if they have none.
+
+    Raises:
+        ChoicesError: No choices are frozen.
+        DisagreementError: Another rank of this job would choose from other data.
+    """
+    held = choices()
+    if held is None:
+        raise ChoicesError("no choices are frozen; set LOKAKERN_CHOICES")
+    if device in devices_here():
+        rank_agreement.check(device, lambda: str(held))
+    return held.answer(asked, device)
+
+
+def is_timed(name: str, device: Device) -> bool:
+    """Whether a kernel was timed on a device, from the database or the frozen choices."""
+    asked = question("timed", kernel=name)
+    if choices() is not None:
+        answer = held_answer(device, asked)
+        if answer is not None:
+            answer.expect(answer.texts == (name,) and name in answer.kernels, f"{asked} is wrong")
+        return answer is not None
+    is_so = snapshot().is_timed(name, device)
+    if is_so:
+        keep_answer(device, asked, [name], [name])
+    return is_so
 
 
 def device_named(device: AnyDevice, without_times: Sequence[str] = ()) -> Device:

@@ -203,18 +203,6 @@ def test_conversions_for_training_have_no_chains(book: Book) -> None:
     assert "chain" not in handle.explain()
 
 
-def test_frozen_choices_have_no_chains(book: Book, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lokakern.conversion import chain_spans
-
-    with monkeypatch.context() as patch:
-        patch.setattr(chain_spans.dispatcher, "choices", lambda: object())
-        words = chain_spans.why_no_chains(
-            ErrorBudget(row_err=0.06), is_forced=False, is_inference=True, is_checked=False,
-            is_between=True, is_wanted=True,
-        )  # fmt: skip
-    assert words == "choices are frozen, without those of chains"
-
-
 def test_layers_that_are_not_converted_are_in_no_chain(book: Book) -> None:
     handle = convert(tower(), 0.06, skip="0")
     assert [span.sites for span in handle.spans] == [("2",)]

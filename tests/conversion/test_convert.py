@@ -281,14 +281,6 @@ def test_nothing_is_quantized_without_a_budget_or_with_a_small_one(
     assert reason in found.choices[0]["why"]
 
 
-def test_nothing_is_quantized_with_frozen_choices(
-    known: Book, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dispatcher, "choices", lambda: object())
-    found = convert(model_of(), 0.06, device=None)
-    assert "choices are frozen" in found.choices[0]["why"]
-
-
 # ---- reports of Probe ----
 
 

@@ -2,7 +2,8 @@
 
 The digest detects damage. Against forged content, msgspec checks types, bounds and field names, and
 every kernel is asked whether it supports its problem: the worst that a file can do is choose
-another correct kernel.
+another correct kernel. Kernels of answers (`lokakern.selection.frozen.answers`) are asked by who
+reads these, when they are read.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from lokakern.errors import ChoicesError, LokakernError
 from lokakern.registry.ops import EPILOGUE_OPS, op_named
 from lokakern.registry.register import KERNELS, NEEDS, Kernel, load_kernels
 from lokakern.registry.schema.row_keys import from_row, row_of
+from lokakern.selection.frozen.answers import LARGEST_M
 from lokakern.selection.frozen.lookup import Choices, Key, Weight
 from lokakern.selection.rank_agreement import readable_digest
 from lokakern.selection.table import FrozenTable, Origin, Ranges, Table
@@ -38,7 +40,8 @@ from lokakern.types import (
 )
 
 FORMAT = "lokakern choices"
-VERSION = 1
+VERSION = 2
+READABLE = (1, VERSION)  # files of version 1 have no answers
 LARGEST_FILE_BYTES = 16 * 2**20  # 20 000 tables; a model has some hundred
 # Most of a character in a file, so that a hostile file of tiny values is refused before it is
 # decoded. Tables have a comma in at least 11 bytes, a colon in 23, and a bracket in 100.
@@ -47,8 +50,9 @@ MOST_OF = {b",": LARGEST_FILE_BYTES // 8, b":": LARGEST_FILE_BYTES // 16,
 MOST_BREAKPOINTS = 4096  # of a table; the shipped database makes 20 at most
 MOST_NAMES = 1000
 LONGEST_TEXT = 1000
+LONGEST_ANSWER = 2**16  # a chain of eight layers with ten ranges of m has some 10 000
+MOST_ANSWERS = 64  # texts; a route has six
 LARGEST_SIZE = 2**48  # of an axis
-LARGEST_M = 2**24  # 16 million rows: a batch of 4096 of 4096 each
 _UNREADABLE = (ValueError, TypeError, KeyError, ArithmeticError, RecursionError, LokakernError)
 _REMEDY = "write it again with lokakern.freeze"
 
@@ -125,6 +129,11 @@ class _Weight(Struct, forbid_unknown_fields=True):
         return Weight(**{**row, "budget": ErrorBudget(**self.budget)})
 
 
+class _Answer(Struct, forbid_unknown_fields=True):
+    question: Annotated[str, Meta(max_length=LONGEST_TEXT)]
+    answer: Annotated[list[str], Meta(min_length=1, max_length=MOST_ANSWERS)]
+
+
 class _File(Struct, forbid_unknown_fields=True):
     format: str
     version: int
@@ -137,6 +146,7 @@ class _File(Struct, forbid_unknown_fields=True):
     tables: list[_Table]
     weights: list[_Weight]
     digest: str
+    answers: list[_Answer] = []
 
 
 def load(path: str | os.PathLike[str]) -> Choices:
@@ -182,16 +192,18 @@ def parse(content: bytes, path: str) -> Choices:
         whole = json.loads(content.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
         _expect(type(whole) is dict and whole.get("format") == FORMAT, f"it is not {FORMAT!r}")
         version = whole.get("version")
-        if type(version) is not int or version != VERSION:
+        if type(version) is not int or version not in READABLE:
             raise ChoicesError(
                 f"choices {path}: its version is {_shown(version)}, and this lokakern reads "
-                f"{VERSION}: {_REMEDY} here, or use lokakern {_shown(whole.get('lokakern'))}"
+                f"{' and '.join(map(str, READABLE))}: {_REMEDY} here, or use lokakern "
+                f"{_shown(whole.get('lokakern'))}"
             )
         file = _converted(whole)  # first, because it is the fastest of the checks
         for place, text in () if _is_plain(content) else _texts(whole, "$"):
+            longest = LONGEST_ANSWER if place.startswith("$.answers[") else LONGEST_TEXT
             _expect(
-                len(text) <= LONGEST_TEXT and text.isprintable(),
-                f"Expected at most {LONGEST_TEXT} printable characters - at `{place}`, found "
+                len(text) <= longest and text.isprintable(),
+                f"Expected at most {longest} printable characters - at `{place}`, found "
                 f"{_shown(text)}",
             )
         _expect(file.digest == digest_of(whole), "it was changed since it was written")
@@ -224,6 +236,11 @@ def table_row(key: Key, table: Table) -> dict[str, Any]:
         "winners": table.winners,
         "misses": table.misses,
     }
+
+
+def answer_row(asked: str, texts: tuple[str, ...]) -> dict[str, Any]:
+    """The row of an answer in the file."""
+    return {"question": asked, "answer": list(texts)}
 
 
 def weight_row(asked: Weight, form: Granularity) -> dict[str, Any]:
@@ -314,7 +331,9 @@ def _choices(file: _File, path: str) -> Choices:
         asked = weight.asked()
         _expect(asked not in forms, f"{asked} occurs twice")
         forms[asked] = weight.form
-    return Choices(origin, file.digest, device, tables, forms)
+    answers = {row.question: tuple(row.answer) for row in file.answers}
+    _expect(len(answers) == len(file.answers), "a question occurs twice")
+    return Choices(origin, file.digest, device, tables, forms, kernels, answers)
 
 
 def _device_words(device: Device) -> str:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from lokakern.device import devices_here
 from lokakern.errors import DeviceError
+from lokakern.selection.frozen.answers import HeldAnswer
 from lokakern.selection.table import FrozenTable, Origin, Table
 from lokakern.types import Device, ErrorBudget, Format, Granularity, Problem, alignment_of
 
@@ -60,6 +62,8 @@ class Choices:
     device: Device
     _tables: dict[Key, FrozenTable]
     _forms: dict[Weight, Granularity]
+    _kernels: Collection[str] = ()
+    _answers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     _told: set[str] = field(default_factory=set, init=False)
 
     def __str__(self) -> str:
@@ -110,6 +114,13 @@ class Choices:
             family = f"prepare_weight {sizes} {asked.format} within {asked.budget}"
             self._tell(family, "the weight as it is")
         return found or Granularity.NONE
+
+    def answer(self, asked: str, device: Device) -> HeldAnswer | None:
+        """The answer to a question of `answers.question`; None if the file has none."""
+        found = self._answers.get(asked) if device == self.device else None
+        if found is None:
+            return None
+        return HeldAnswer(found, frozenset(self._kernels), str(self.origin))
 
     def find_device(self, name: str) -> Device:
         """The device of the file, if it has this product name.

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from lokakern.device import devices_here
 from lokakern.errors import ChoicesError
 from lokakern.registry.register import KERNELS
 from lokakern.registry.schema.records import now_utc_ms
@@ -17,6 +18,7 @@ from lokakern.selection.frozen.file_format import (
     FORMAT,
     LARGEST_FILE_BYTES,
     VERSION,
+    answer_row,
     digest_of,
     parse,
     table_row,
@@ -38,10 +40,10 @@ def freeze(path: str | os.PathLike[str]) -> None:
     A problem or budget that is not in the file is a miss: the unquantized kernel is used, and a
     warning is logged once. The file is refused on another type of device, and if the digest of a
     kernel that it names has changed, which covers its source and the versions of its libraries.
-    The file has the choices for the local device, with those of `prepare_weight` and without those
-    of `dispatch_chain`: under frozen choices a chain is unquantized. It has none of `convert`,
-    which puts its choices into the model: ``torch.save(model, ...)`` keeps them, and the model
-    that is loaded reads no database.
+    The file has the choices for the local device, with those of `prepare_weight`, of
+    `dispatch_chain` for each m that was asked, and of `convert`: routes and chains of layers, for
+    the same arguments of `convert`, and for layers of the same sizes. What it chooses for gradients
+    behind DCN's crosses is not among them.
 
     Args:
         path: The file, which is replaced atomically.
@@ -58,12 +60,17 @@ def freeze(path: str | os.PathLike[str]) -> None:
             "LOKAKERN_CHOICES and run the model with the database"
         )
     chosen = [table for table in dispatcher.chosen() if table.callable_here]
-    device = _device({table.device for table in chosen}, shown)
+    kept = dispatcher.kept_answers()
+    here = devices_here()
+    devices = {table.device for table in chosen} | {where for where, _ in kept if where in here}
+    device = _device(devices, shown)
     tables = {Key.of(table): table for table in chosen if table.device == device}
     forms = {
         asked: form for (where, asked), form in dispatcher.CHOSEN_FORMS.items() if where == device
     }
-    names = sorted({name for table in tables.values() for name in table.winners if name})
+    answers = {asked: answer for (where, asked), answer in kept.items() if where == device}
+    of_answers = (answer.kernels for answer in answers.values())
+    names = {name for table in tables.values() for name in table.winners if name}.union(*of_answers)
 
     whole: dict[str, Any] = {
         "format": FORMAT,
@@ -73,9 +80,10 @@ def freeze(path: str | os.PathLike[str]) -> None:
         "device": asdict(device),
         "snapshot": dispatcher.snapshot().digest,
         "unverified": sum(table.rests_on_imports for table in tables.values()),
-        "kernels": {name: _digest(name, shown) for name in names},
+        "kernels": {name: _digest(name, shown) for name in sorted(names)},
         "tables": sorted((table_row(key, table) for key, table in tables.items()), key=json.dumps),
         "weights": sorted((weight_row(*pair) for pair in forms.items()), key=json.dumps),
+        "answers": [answer_row(asked, answers[asked].texts) for asked in sorted(answers)],
     }
     whole["digest"] = digest_of(whole)
     content = _text_of(whole).encode()
@@ -93,10 +101,9 @@ def _device(found: set[Device], path: str) -> Device:
     devices = [device for device in found if device.is_gpu] or list(found)
     if not devices:
         raise ChoicesError(
-            f"freeze {path}: no choice was made here yet that it writes. A model of `convert` has "
-            "its own: save it by torch.save(model, ...), and where it is loaded no database is "
-            "read. Else run the model once, or `dispatch` its problems, and then freeze (without a "
-            "budget `gemm` chooses nothing)"
+            f"freeze {path}: no choice was made here yet that it writes. Run the model once, or "
+            "`dispatch` its problems, or `convert` it, and then freeze (without a budget `gemm` "
+            "chooses nothing, and `convert` chooses no kernel where none is faster)"
         )
     if len(devices) > 1:
         names = " and ".join(sorted(device.product for device in devices))
@@ -117,10 +124,10 @@ def _digest(name: str, path: str) -> str:
 
 
 def _text_of(whole: dict[str, Any]) -> str:
-    """JSON with one line for each table and weight, so that files can be compared by line."""
+    """JSON with a line for each table, weight and answer, so that files can be compared by line."""
     lines = []
     for name, value in whole.items():
-        if name in ("tables", "weights") and value:
+        if name in ("tables", "weights", "answers") and value:
             rows = ",\n".join(f"  {json.dumps(row)}" for row in value)
             lines.append(f" {json.dumps(name)}: [\n{rows}\n ]")
         else:

@@ -284,8 +284,11 @@ with torch.no_grad():
     lokakern.gemm_norm(x, w.t(), norm="rms", budget=0.06)
 chain = lokakern.dispatch_chain([(64, 64, "rms")], 512, 0.06)
 choice = lokakern.dispatch("gemm", (512, 64, 64), 0.06)
+model = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False), torch.nn.ReLU()).bfloat16()
+handle = lokakern.convert(model, 0.06, inference=True, regime="eager")
+route = handle.sites["0"].routes[0].text
 read = sorted({"sqlalchemy", "sqlite3", "_sqlite3"} & set(sys.modules))
-print(json.dumps([choice.kernel, weight.granularity.value, chain.note, read]))
+print(json.dumps([choice.kernel, weight.granularity.value, chain.note, route, read]))
 """
 
 
@@ -294,6 +297,10 @@ def test_no_database_is_read(database: Path, tmp_path: Path) -> None:
     """The user's database is unreadable; the shipped ones would be opened before it."""
     lokakern.dispatch("gemm", (512, N, K), 0.06)
     lokakern.prepare_weight(torch.ones(N, K).bfloat16(), 0.06, (512, 512))
+    model = torch.nn.Linear(N, K, bias=False).bfloat16()
+    handle = lokakern.convert(model, 0.06, inference=True, regime="eager")
+    expected = handle.sites[""].routes[0].text
+    assert FP8 in expected
     lokakern.freeze(tmp_path / "choices.json")
     bad = tmp_path / "user.sqlite"
     bad.write_bytes(b"no database")
@@ -304,9 +311,9 @@ def test_no_database_is_read(database: Path, tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=ROOT, env=environment,
                           capture_output=True, text=True, timeout=1800, check=False)  # fmt: skip
     assert done.returncode == 0, done.stderr
-    kernel, form, note, read = json.loads(done.stdout)
-    assert (kernel, form, read) == (FP8, "row", [])
-    assert note.startswith("chains are not in ")
+    kernel, form, note, route, read = json.loads(done.stdout)
+    assert (kernel, form, route, read) == (FP8, "row", expected, [])
+    assert note.startswith("not among the choices of ")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["choices.json", "user.sqlite"]
 
 
@@ -413,7 +420,7 @@ def test_a_refused_file_leaves_the_previous_source(file: Path) -> None:
 def test_freeze_without_choices_is_refused(tmp_path: Path) -> None:
     x = torch.ones(16, 16).bfloat16()
     lokakern.gemm(x, x)
-    with pytest.raises(ChoicesError, match="run the model once, or `dispatch`"):
+    with pytest.raises(ChoicesError, match="Run the model once, or `dispatch`"):
         lokakern.freeze(tmp_path / "choices.json")
     lokakern.dispatch("gemm", (16, 16, 16), 0.06, device=replace(CPU, product="another"))
     with pytest.raises(ChoicesError, match="no choice was made here yet"):
@@ -421,7 +428,7 @@ def test_freeze_without_choices_is_refused(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(16, 16)).bfloat16()
     lokakern.convert(model, 0.06)
     model(x)
-    with pytest.raises(ChoicesError, match=r"of `convert` has its own: save it by torch\.save"):
+    with pytest.raises(ChoicesError, match="`convert` chooses no kernel where none is faster"):
         lokakern.freeze(tmp_path / "choices.json")
     assert not list(tmp_path.iterdir())
 
@@ -523,9 +530,9 @@ def test_another_device_is_refused(file: Path) -> None:
             dispatcher.use_choices(seal(file, edited))
 
 
-@pytest.mark.parametrize("version", [0, 2, "1", True, None, 10**30])
+@pytest.mark.parametrize("version", [0, 3, "1", True, None, 10**30])
 def test_another_version_is_refused(file: Path, version: Any) -> None:
-    with pytest.raises(ChoicesError, match="this lokakern reads 1"):
+    with pytest.raises(ChoicesError, match="this lokakern reads 1 and 2"):
         dispatcher.use_choices(seal(file, {**content_of(file), "version": version}))
 
 
