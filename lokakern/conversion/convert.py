@@ -719,7 +719,7 @@ class Conversion:
                         self._untimed.add((reader.out_features, k, name))
                         continue
                     route = without_chain(route, chains[place + 1])
-                    if has_activator(route, reader._routes[0], k):
+                    if route and has_activator(route, reader._routes[0], k):
                         activating[place] = route
             was_told = isinstance(sequence, BoundedSequential)
             remove_handoff(sequence, self._key)

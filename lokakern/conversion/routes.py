@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -653,12 +653,25 @@ def _mean_log_gain(table: Table, m_range: MRange | None) -> float:
 
 
 def _segments(table: Table, m_range: MRange | None) -> Segments:
-    names = []
-    for kernel, missed in zip(table.kernels, table.misses, strict=True):
+    ends = [*table.breakpoints[1:], ANY_M]
+    found: Segments = []
+    for start, end, kernel, missed in zip(
+        table.breakpoints, ends, table.kernels, table.misses, strict=True
+    ):
         is_used = kernel is not None and kernel.quantizes and not missed and runs(kernel, table)
-        names.append(kernel.name if kernel is not None and is_used else "")
-    found = merged(zip(table.breakpoints, names, strict=True))
+        found.append((start, kernel.name if kernel is not None and is_used else ""))
+        if kernel is not None and is_used and end < ANY_M and _refuses(kernel, table, end - 1):
+            # Predictions do not ask at every m, and large products have limits.
+            sizes = range(start, end)
+            found.append(
+                (sizes[bisect_left(sizes, True, key=partial(_refuses, kernel, table))], "")
+            )
+    found = merged(found)
     return found if m_range is None else within(found, m_range, "")
+
+
+def _refuses(kernel: Kernel, table: Table, m: int) -> bool:
+    return kernel.refusal(replace(table.problem, m=table.like(m)), table.device) is not None
 
 
 Used = TypeVar("Used")

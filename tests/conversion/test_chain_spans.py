@@ -406,6 +406,8 @@ def test_an_activation_before_a_chain_is_not_that_of_a_quantizer(book: Book) -> 
     ]  # fmt: skip
     for run in (model, torch.compile(model, backend="eager", dynamic=False)):
         assert is_chained(run)
+    handle = convert(model, 0.06, m_range=(512, 512))
+    assert chain_count(handle) == 1 and model._handoffs[-1].activating[1] == ""
     handle = convert(model, 0.06, chains=False)
     assert kernel_at(model._handoffs[-1].activating[1], 512)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tomllib
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from lokakern.bench.fp8_gain.products import Product, products_from_file, suite_
 from lokakern.conversion.convert import Conversion
 from lokakern.conversion.routes import GEMMS, problem_of
 from lokakern.nn.routed_matmul import read_route
+from lokakern.registry.register import KERNELS
 from lokakern.selection import dispatcher
 from lokakern.types import ErrorBudget, Format
 from lokakern.workloads.suite_files import suite_from_file
@@ -175,6 +177,20 @@ def test_every_m_has_the_choice_of_dispatch(m_range: tuple[int, int] | None) -> 
         assert segments[bisect_right(starts, m) - 1][1] == wanted, m
         kernels.add(wanted)
     assert len(kernels) == 1 + (m_range is None)
+
+
+def test_no_route_names_a_kernel_at_m_that_it_refuses() -> None:
+    """Quantizers take fewer than 2^33 elements: m up to 2097151 at n = 4096."""
+    n, k = 4096, 1680
+    device = dispatcher.device_named(H200)
+    for gemm, text in texts(converted(k, n, inference=False)).items():
+        both = read_route(text)[1:] if text and gemm != "grad_weight" else ()
+        for segments, m_of in zip(both, (16, 1), strict=False):
+            for (_, name), (stop, _) in itertools.pairwise(segments):
+                m = (stop - 1) // m_of * m_of
+                m -= m_of == 1 and m % 16 == 0
+                problem = problem_of(gemm, m, n, k)
+                assert not name or KERNELS[name].refusal(problem, device) is None, (gemm, m)
 
 
 def test_beyond_the_measured_m_a_range_is_predicted() -> None:
