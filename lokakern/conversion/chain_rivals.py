@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -41,6 +42,8 @@ class SpanLayer(NamedTuple):
         tensors: Of a cross, the number of tensors of the size of its output that are read and
             written less than by a product, and a kernel for the cross.
         ways: What a report of Probe finds safe; None: errors are those of the database.
+        added: What a static scale of its output adds to its error if its norm has a weight or a
+            bias, see `lokakern.conversion.static_rounding`; infinite where that is unknown.
     """
 
     layer: Layer
@@ -49,6 +52,7 @@ class SpanLayer(NamedTuple):
     is_handed: bool = False
     tensors: int = 0
     ways: SafeWays | None = None
+    added: float = math.inf
 
 
 @dataclass(frozen=True)

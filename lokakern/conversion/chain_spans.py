@@ -10,6 +10,7 @@ sequence is a span of its own.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from lokakern.conversion.chain_rivals import ChainJudge, SpanLayer
 from lokakern.conversion.chain_verdicts import ways_at
 from lokakern.conversion.chains import PlannedChain, SpanPlan, plan_span, takes
 from lokakern.conversion.routes import Route
+from lokakern.conversion.static_rounding import added_error
 from lokakern.nn.autocast import HALF
 from lokakern.nn.block_rms_norm import BlockRMSNorm
 from lokakern.nn.joined import ACTIVATIONS
@@ -48,6 +50,7 @@ class FoundLayer(NamedTuple):
         stop: Index after its last module.
         layer: Sizes and epilogue.
         eps: Of the norm.
+        added: As of `SpanLayer`.
     """
 
     linear: Linear
@@ -55,6 +58,7 @@ class FoundLayer(NamedTuple):
     stop: int
     layer: Layer
     eps: float
+    added: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -178,7 +182,11 @@ def layer_at(modules: list[nn.Module], place: int) -> FoundLayer | None:
             activation, stop = ACTIVATIONS[type(following[0][0])], following[0][1]
     is_affine = any(getattr(module, name, None) is not None for name in ("weight", "bias"))
     form = NormForm(norm, linear.bias is not None, affine=is_affine, last=activation)
-    return FoundLayer(linear, place, stop, Layer(columns, linear.in_features, str(form)), norm.eps)
+    layer, added = Layer(columns, linear.in_features, str(form)), math.inf
+    if is_affine:
+        weight, bias = (getattr(module, name, None) for name in ("weight", "bias"))
+        added = added_error(norm, columns, activation, weight, bias)
+    return FoundLayer(linear, place, stop, layer, norm.eps, added)
 
 
 def _norm_of(module: nn.Module, columns: int, dtype: torch.dtype) -> Norm | None:
@@ -315,7 +323,9 @@ def planned_spans(
                 sites = tuple(names[id(x.linear)] for x in part)
                 scales = scales_of(module) if isinstance(module, nn.Sequential) else ("",)
                 layers = tuple(
-                    SpanLayer(x.layer, x.eps, routes[site], bool(scales[x.place]), 0, ways[site])
+                    SpanLayer(
+                        x.layer, x.eps, routes[site], bool(scales[x.place]), 0, ways[site], x.added
+                    )
                     for x, site in zip(part, sites, strict=True)
                 )
                 key = (layers, judge)

@@ -178,7 +178,7 @@ def plan_span(span: Sequence[SpanLayer], judge: ChainJudge) -> SpanPlan:
 
 
 def _asked(span: Sequence[SpanLayer], judge: ChainJudge) -> str:
-    layers = [(*x.layer, x.eps, x.route.text, x.is_handed, x.tensors) for x in span]
+    layers = [(*x.layer, x.eps, x.route.text, x.is_handed, x.tensors, x.added) for x in span]
     ways = None if all(x.ways is None for x in span) else digest_of([x.ways for x in span])
     return question(
         "chains", layers=layers if len(span) == 1 else digest_of(layers), ways=ways,
@@ -280,6 +280,21 @@ def _is_read_safely(option: LayerOption, ways: SafeWays) -> bool:
     return written is NONE or reads_safely(ways, written)
 
 
+def _is_frozen(option: LayerOption) -> bool:
+    """Whether an output has a static scale that depends on the norm's weight or bias."""
+    problem = option.steps[-1].problem
+    return problem.out_granularity is TENSOR and norm_form(problem.epilogue).affine
+
+
+def _with_added(option: LayerOption, added: float) -> LayerOption:
+    """An option with what such a scale adds to its error."""
+    last = option.steps[-1]
+    if not _is_frozen(option) or last.row_err is None:
+        return option
+    last = last._replace(row_err=math.hypot(last.row_err, added))
+    return option._replace(square=option.square + added**2, steps=(*option.steps[:-1], last))
+
+
 def _weight_of(option: LayerOption) -> Granularity:
     """Granularity of the weight that an option reads."""
     return cast(Granularity, option.steps[-1].problem.b.granularity)
@@ -378,16 +393,17 @@ class _Search:
         chain = self._judge.chain((x.layer,) * (2 if is_last else 3), m)
         ways = x.ways
         error_of = None if ways is None else functools.partial(reported_error, ways=ways)
-        found = filter(self._is_usable, own_options(chain, 1, limit, error_of))
+        usable = filter(self._is_usable, own_options(chain, 1, limit, error_of))
+        every = (_with_added(option, x.added) for option in usable)
+        found = (o for o in every if o.square < math.inf and (o.steps[-1].row_err or 0.0) <= limit)
         return found if ways is None else (o for o in found if _is_read_safely(o, ways))
 
     def _is_usable(self, option: LayerOption) -> bool:
         forms = cast(Form, option.reads), cast(Form, option.writes)
         if TENSOR in {form.written for form in forms} and not self._judge.admits_static:
             return False
-        # The bound of a norm with a weight or a bias is computed in each call, which was not timed.
-        problem = option.steps[-1].problem
-        if problem.out_granularity is TENSOR and norm_form(problem.epilogue).affine:
+        # Scales of a norm with a weight or a bias are kept for rows; others a launch would repeat.
+        if _is_frozen(option) and forms[1].read is Granularity.GROUP:
             return False
         if _weight_of(option) not in (NONE, *self._judge.weights):
             return False

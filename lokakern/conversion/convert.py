@@ -206,7 +206,8 @@ def convert(
             "head.*"; unlike those that the filter rejects, they are listed in
             `Conversion.skipped`.
         inference: Whether weights are quantized once, now, without training: later changes of a
-            weight have no effect, except `load_state_dict` of the model. Unquantized bfloat16
+            weight have no effect, except `load_state_dict` of the model; nor have those of a norm
+            whose outputs a chain writes with a static scale. Unquantized bfloat16
             weights are copied to buffers where that is faster: of fused layers concatenated, of
             padded layers padded, and column-major where k is not a multiple of 8
             (`lokakern.nn.token_mixing.with_aligned_layout`).

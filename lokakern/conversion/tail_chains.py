@@ -95,7 +95,7 @@ def planned_tail_chains(
                 sites = tuple(names[id(x.linear)] for _, x in part)
                 judge = judge_of(part[0][1].linear.weight)
                 span = tuple(
-                    SpanLayer(x.layer, x.eps, routes[site], ways=ways[site])
+                    SpanLayer(x.layer, x.eps, routes[site], ways=ways[site], added=x.added)
                     for (_, x), site in zip(part, sites, strict=True)
                 )
                 key = (span, judge)

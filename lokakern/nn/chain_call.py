@@ -21,6 +21,7 @@ from lokakern.epilogue import norm_form
 from lokakern.functional.checks import is_traced
 from lokakern.native import NATIVE
 from lokakern.nn.block_rms_norm import BlockRMSNorm
+from lokakern.nn.chain_norm import NORM_BIAS, NORM_SCALE, NORM_WEIGHT, frozen_norms, frozen_vectors
 from lokakern.nn.chain_plan import ChainLayer, ChainStep, Steps, read_plan, steps_at
 from lokakern.nn.compiled_form import fuse_quantizers
 from lokakern.nn.linear import (
@@ -266,6 +267,14 @@ def _recipe_of(
             else:
                 kind = None if getattr(owner, name) is None else _OPERAND
                 operands.append((named(owner), "_parameters", name, kind))
+        operands.append(None)
+        if words[9]:  # in the place of the norm's own
+            unread += [place[:3] for place in operands[-3:-1] if place is not None and place[3]]
+            buffers = ((NORM_WEIGHT, _OPERAND), (NORM_BIAS, _OPERAND), (NORM_SCALE, _BYTES))
+            operands[-3:] = [
+                (named(layer), "_buffers", name, kind) if name in layer._buffers else None
+                for name, kind in buffers
+            ]
     facts = []
     for module in modules.values():
         kinds = (kind for kind in type(module).__mro__ if kind in _READS)
@@ -307,7 +316,11 @@ def _words_at(plan: str, m: int) -> str:
             return ""
     else:
         cases = [steps for segments in both for _, steps in segments]
-    words = (_layer_words(layer, _reads_weight(cases, place)) for place, layer in enumerate(layers))
+    frozen = dict(frozen_norms(plan))
+    words = (
+        _layer_words(layer, _reads_weight(cases, place), place in frozen)
+        for place, layer in enumerate(layers)
+    )
     return _BETWEEN_LAYERS.join(map(_BETWEEN_WORDS.join, words))
 
 
@@ -318,7 +331,8 @@ def prepare_chains(*others: Callable[..., Any]) -> None:
 
 def words_of_plan(plan: str) -> list[Words]:
     """The layers of a plan, as of `layers_at` where all of it holds."""
-    return [_layer_words(layer, True) for layer in read_plan(plan)[0]]
+    frozen = dict(frozen_norms(plan))
+    return [_layer_words(x, True, place in frozen) for place, x in enumerate(read_plan(plan)[0])]
 
 
 def _reads_weight(cases: Sequence[Steps], place: int) -> bool:
@@ -332,13 +346,13 @@ def _is_unquantized(step: ChainStep, place: int) -> bool:
     return is_at and kernel_named(step.kernel).op == "gemm_norm"
 
 
-def _layer_words(layer: ChainLayer, reads_weight: bool) -> Words:
-    """n, k, "bias", norm, eps, "affine", activation, granularity, and "weight"; or ""."""
+def _layer_words(layer: ChainLayer, reads_weight: bool, is_frozen: bool) -> Words:
+    """n, k, "bias", norm, eps, "affine", activation, granularity, "weight", "frozen"; or ""."""
     form = norm_form(layer.epilogue)
     return [
         str(layer.n), str(layer.k), "bias" if form.bias else "", str(form.norm), str(layer.eps),
         "affine" if form.affine else "", form.last, layer.weight.value,
-        "weight" if reads_weight else "",
+        "weight" if reads_weight else "", "frozen" if is_frozen else "",
     ]  # fmt: skip
 
 
@@ -412,11 +426,20 @@ def call_parts(
             found = kept
         # A compiled graph does not check tensors that it does not read.
         weight = layer.weight if reads_weight or not is_compiling() else None
-        vectors = _vectors(part)
+        vectors: tuple[Tensor | None, ...] = _vectors(part)
         for tensor in (weight, *vectors):
             if tensor is not None and not _is_usual_tensor(tensor, x):
                 return None
-        operands += [weight if reads_weight else None, *found, *vectors]
+        scale: Tensor | None = None
+        if words[9]:
+            frozen = frozen_vectors(layer)
+            if frozen is None or frozen[2].device != x.device:
+                return None
+            vectors, scale = (vectors[0], *frozen[:2]), frozen[2]
+            for tensor in frozen[:2]:
+                if tensor is not None and not _is_usual_tensor(tensor, x):
+                    return None
+        operands += [weight if reads_weight else None, *found, *vectors, scale]
     for tensor in beside:
         if not _is_usual_tensor(tensor, x) or tensor.dim() != x.dim():
             return None

@@ -49,6 +49,7 @@ from lokakern.nn.chain_call import (
     static_rows,
     words_of_plan,
 )
+from lokakern.nn.chain_norm import drop_norm, keep_norm, norms_of
 from lokakern.nn.chain_plan import read_plan
 from lokakern.nn.cross_pattern import FoundCross, crosses_in
 from lokakern.nn.joined import joined_way
@@ -56,7 +57,7 @@ from lokakern.nn.linear import Linear, is_linear
 from lokakern.nn.raw_pattern import FoundProduct, products_in
 from lokakern.nn.raw_product import CHILD, products_of
 from lokakern.nn.rectified import traced_way
-from lokakern.nn.tail import FoundTail, Tail, can_run, run_tail, wanted_tails
+from lokakern.nn.tail import FoundTail, Tail, can_run, parts_of, run_tail, wanted_tails
 from lokakern.nn.traced_forward import (
     is_setting,
     is_traceable,
@@ -683,6 +684,9 @@ def set_crosses(
     made.take_plans(crosses, tails)
     for layer, granularity in _weights(module, settings[-1]):
         layer.keep_chain_weight(key, granularity)
+    for tail in tails:
+        for layer, norm, rows in norms_of(tail.chain, parts_of(tail, module)):
+            keep_norm(layer, key, norm, rows)
     prepare_chains(traced_way, joined_way)
     _set_forward(module, made.forward)
 
@@ -764,6 +768,11 @@ def _drop_weights(module: nn.Module, key: str) -> None:
         if setting.key == key:
             for layer, granularity in _weights(module, setting):
                 layer.drop_chain_weight(key, granularity)
+            children = dict(module.named_modules(remove_duplicate=False))
+            for name in (name for tail in setting.tails for name in tail.layers):
+                child = children.get(name)
+                if isinstance(child, Linear):
+                    drop_norm(child, key)
 
 
 def _weights(module: nn.Module, setting: Crosses) -> Iterator[tuple[Linear, str]]:

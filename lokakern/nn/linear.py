@@ -18,6 +18,7 @@ from lokakern.errors import UnsupportedError
 from lokakern.functional.checks import is_traced, warn_once
 from lokakern.native import NATIVE
 from lokakern.nn.autocast import HALF, half_of
+from lokakern.nn.chain_norm import KeptNorm, drop_norm, made_buffers
 from lokakern.nn.compiled_form import crossed_plan, form_at, fuse_quantizers, multiply_in_form
 from lokakern.nn.routed_matmul import (
     CROSSED,
@@ -181,6 +182,7 @@ class Routed(nn.Module):
     # Owner and granularity of FP8 weights that chains read, see `Linear.keep_chain_weight`.
     _chain_weights: tuple[tuple[str, str], ...] = ()
     _chain_scales: tuple[str, ...] = ()  # granularities of these that the newest choice admits
+    _chain_norms: tuple[KeptNorm, ...] = ()  # see `lokakern.nn.chain_norm`
     # How chains that begin here were called, see `lokakern.nn.chain_call.call_again`.
     _chain_recipes: dict[Any, Any] | None = None
     # For a weight that FSDP2 gathers as FP8, see `lokakern.distributed.fsdp2_gather`: the owner of
@@ -705,7 +707,7 @@ class Linear(nn.Linear, Routed):
         """See `Routed`."""
         self.bring_back()
         super().take_routes(texts, weight)
-        self._renew_chain_weights()
+        self.renew_chain_weights()
 
     def __init__(
         self,
@@ -828,7 +830,7 @@ class Linear(nn.Linear, Routed):
         if self.is_frozen or self.is_held:
             self.freeze()
         else:
-            self._renew_chain_weights()
+            self.renew_chain_weights()
         self._keep_gathering()
         self._renew_main_grad()
         self.changed()  # parameters may be others
@@ -901,7 +903,7 @@ class Linear(nn.Linear, Routed):
     def freeze(self) -> None:
         """Quantize the weight once, or `hold` it."""
         self.freeze_weight(self.weight if self.padding == (0, 0) else self._padded())
-        self._renew_chain_weights()
+        self.renew_chain_weights()
 
     def keep_chain_weight(self, owner: str, scales: str) -> None:
         """Keep the FP8 weight of a granularity for a chain, quantized when `freeze` is called.
@@ -914,7 +916,7 @@ class Linear(nn.Linear, Routed):
             scales: The granularity.
         """
         self._chain_weights = (*self._chain_weights, (owner, scales))
-        self._renew_chain_weights()
+        self.renew_chain_weights()
 
     def drop_chain_weight(self, owner: str, scales: str) -> None:
         """Undo one call of `keep_chain_weight`, if there was one."""
@@ -922,13 +924,14 @@ class Linear(nn.Linear, Routed):
         if (owner, scales) in found:
             found.remove((owner, scales))
             self._chain_weights = tuple(found)
-            self._renew_chain_weights()
+            self.renew_chain_weights()
 
     def drop_chain_weights(self) -> None:
-        """Undo all calls of `keep_chain_weight`."""
+        """Undo all calls of `keep_chain_weight`, and of `chain_norm.keep_norm`."""
+        drop_norm(self)
         if self._chain_weights:
             self._chain_weights = ()
-            self._renew_chain_weights()
+            self.renew_chain_weights()
 
     def chain_weight(self, scales: str) -> tuple[Tensor, Tensor] | None:
         """Bytes of data and scales of `keep_chain_weight`.
@@ -951,8 +954,8 @@ class Linear(nn.Linear, Routed):
         flags, _, route, *_ = self._plan.split(_BETWEEN)
         return FROZEN in flags and scales_of(route) == scales
 
-    def _renew_chain_weights(self) -> None:
-        """Quantize the weight for chains anew, in the same memory if possible."""
+    def renew_chain_weights(self) -> None:
+        """Quantize the weight for chains, and copy norms, anew, in the same memory if possible."""
         newest = {self._choices[-1].key, OWN_CHAIN} if self._choices else None
         vars(self).pop("_chain_recipes", None)
         self._chain_scales = tuple(
@@ -975,6 +978,8 @@ class Linear(nn.Linear, Routed):
                 name = prefix + scales
                 kept = _in_memory_of(before.get(name), _bytes_of(x))
                 self.register_buffer(name, kept, persistent=False)
+        for name, x in made_buffers(self, newest).items():
+            self.register_buffer(name, _in_memory_of(before.get(name), x), persistent=False)
 
     def held(self, x: Tensor) -> Tensor | None:
         """See `Routed`; None if `Pad` changed since."""

@@ -22,7 +22,6 @@ from lokakern.epilogue import norm_form
 from lokakern.functional.checks import row_major
 from lokakern.functional.norm_checks import aligned_epilogue
 from lokakern.functional.quantize import dequantize
-from lokakern.functional.static_scale import new_bound_scale
 from lokakern.native import NATIVE, recorded_op
 from lokakern.nn.block_rms_norm import block_rms_norm
 from lokakern.nn.chain_plan import ChainLayer, Steps, read_plan, steps_at
@@ -50,6 +49,8 @@ class LayerOperands(NamedTuple):
         bias: ``[n]``, or None.
         norm_weight: ``[n]``, or None.
         norm_bias: ``[n]``, or None.
+        out_scale: Bytes of the static scale of its output, once for each row or for fewer, if that
+            depends on the norm's weight or bias (`lokakern.nn.chain_norm`); else None.
         x0: ``[m, n]``, of DCN's cross ``x0 * y + x``. It and `x` follow the other
             operands of a layer whose epilogue has a cross, and of no other layer.
         x: As `x0`.
@@ -61,6 +62,7 @@ class LayerOperands(NamedTuple):
     bias: Tensor | None
     norm_weight: Tensor | None
     norm_bias: Tensor | None
+    out_scale: Tensor | None
     x0: Tensor | None = None
     x: Tensor | None = None
 
@@ -227,10 +229,10 @@ def _launched(
     """The launches of a chain; tensors between layers are new in each call."""
     m, device, fp8 = x.shape[0], x.device, fp8_on(x.device)
     written, like = x, x.data if isinstance(x, QuantizedTensor) else x
-    known = ""  # the static scale of what was written, if it depends on no tensor
+    known: str | Tensor = ""  # the static scale of what was written, as of `_static_scale`
     for step in steps:
         layer, form, tensors = layers[step.place], forms[step.place], given[step.place]
-        left = read_as(written, step.reads) if not known else _spread(written, step.reads, known)
+        left = _spread(written, step.reads, known)
         scale, known = None, ""
         if step.writes is Granularity.TENSOR and step.kernel.op == "gemm_norm":
             scale, known = _static_scale(like, layer, form, tensors)
@@ -252,25 +254,32 @@ def _launched(
     return written
 
 
-def _spread(written: Matrix, scales: Granularity, scale: str) -> QuantizedTensor:
-    """FP8 with a static scale as the next layer reads it, without a launch."""
-    assert isinstance(written, QuantizedTensor)
-    return QuantizedTensor(written.data, equal_scales(scales, written.data, scale), scales)
+def _spread(written: Matrix, scales: Granularity, known: str | Tensor) -> Matrix:
+    """What was written as the next layer reads it, without a launch if the scale is known."""
+    if isinstance(known, str) and known:
+        assert isinstance(written, QuantizedTensor)
+        return QuantizedTensor(written.data, equal_scales(scales, written.data, known), scales)
+    is_kept = isinstance(known, Tensor) and scales is Granularity.ROW
+    if is_kept and isinstance(known, Tensor) and len(known) >= written.shape[0]:
+        assert isinstance(written, QuantizedTensor)
+        return QuantizedTensor(written.data, known[: written.shape[0]], scales)
+    return read_as(written, scales)
 
 
 def _static_scale(
     x: Tensor, layer: ChainLayer, form: _Form, tensors: LayerOperands
-) -> tuple[Tensor, str]:
-    """The static scale of a layer's output, and its text if it depends on no tensor.
+) -> tuple[Tensor, str | Tensor]:
+    """The static scale of a layer's output, and what is known of it without a launch.
 
-    Such a scale is kept. That of a weight or a bias of the norm is computed in each call, because a
-    recorded call does not know their versions.
+    That is its text, if it depends on no tensor, or the scales of rows, ``[rows, 1]``, that are
+    kept for a norm with a weight or a bias.
     """
+    if tensors.out_scale is not None:
+        scales = tensors.out_scale.view(torch.float32)
+        return scales[:1], scales
+    assert tensors.norm_weight is None and tensors.norm_bias is None
     fp8 = fp8_format(current_device(x.device.type, x.device.index or 0))
-    weight, bias = tensors.norm_weight, tensors.norm_bias
     bound = largest(form.norm, layer.n)
-    if weight is not None or bias is not None:
-        return new_bound_scale(bound, fp8, weight, bias, x.device), ""
     text = repr(max(float(np.float32(bound) / np.float32(fp8.maximum)), SMALLEST_SCALE))
     return equal_scales(Granularity.TENSOR, x, text), text
 

@@ -40,6 +40,7 @@ from lokakern.nn.chain_call import (
     static_rows,
     words_of_plan,
 )
+from lokakern.nn.chain_norm import drop_norm, keep_norm, norms_of
 from lokakern.nn.chain_plan import read_plan
 from lokakern.nn.joined import ACTIVATIONS, count_joined, joined_way, multiply_joined
 from lokakern.nn.linear import LINEARS, Linear, described, is_linear, quantizes
@@ -484,6 +485,10 @@ def set_handoff(
     sequence._handoffs = (*_others(sequence, key), handoff)  # type: ignore[assignment]
     for layer, granularity in _chain_weights(handoff):
         layer.keep_chain_weight(key, granularity)
+    for place, plan in enumerate(chains):
+        parts = _parts_at(modules, place, words_of_plan(plan), in_call=False)[0] if plan else []
+        for layer, norm, rows in norms_of(plan, parts):
+            keep_norm(layer, key, norm, rows)
     if any(map(any, handoff[2:])):
         prepare_chains(_relus_at, traced_way, joined_way)
     if type(sequence) is nn.Sequential:
@@ -511,6 +516,9 @@ def _drop_chain_weights(sequence: nn.Sequential, key: str) -> None:
             for layer, granularity in _chain_weights(handoff):
                 if isinstance(layer, Linear):  # no longer where its conversion was undone
                     layer.drop_chain_weight(key, granularity)
+            for module in handoff.modules:
+                if isinstance(module, Linear):
+                    drop_norm(module, key)
 
 
 def _chain_weights(handoff: Handoff) -> list[tuple[Linear, str]]:

@@ -160,10 +160,15 @@ def run_tail(plan: str, x: Tensor, layer: nn.Module, *behind: nn.Module | str) -
 
 def can_run(tail: Tail, module: nn.Module) -> bool:
     """Whether the chain of a tail computes what the modules and functions of its names do."""
+    return bool(parts_of(tail, module))
+
+
+def parts_of(tail: Tail, module: nn.Module) -> list[Part]:
+    """The parts of the chain of a tail; none if the modules and functions are others."""
     modules = [
         name if name.endswith(_OF_FUNCTION) else module.get_submodule(name) for name in tail.names
     ]
-    return bool(_chain_parts(modules, words_of_plan(tail.chain)))
+    return _chain_parts(modules, words_of_plan(tail.chain)) if tail.chain else []
 
 
 def modules_behind(names: Sequence[str], parent: nn.Module) -> list[nn.Module] | None:

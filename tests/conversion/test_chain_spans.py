@@ -19,15 +19,17 @@ from lokakern.conversion.chain_spans import FoundLayer, spans_of
 from lokakern.conversion.convert import Conversion
 from lokakern.nn.adoption import adopt
 from lokakern.nn.block_rms_norm import BlockRMSNorm
+from lokakern.nn.chain_norm import NORM_SCALE
 from lokakern.nn.chain_plan import steps_at
 from lokakern.nn.linear_norm_act import LinearNormAct
 from lokakern.nn.routed_matmul import kernel_at
+from lokakern.nn.static_handoff import remove_handoff
 from lokakern.selection import dispatcher
 from lokakern.selection.weight_forms import with_weight
 from lokakern.types import ErrorBudget, Format
 from lokakern.workloads.norm_cases import norm_quantize_case
 from lokakern.workloads.suite_files import suite_from_file
-from tests.conversion.test_chains import NARROW, WIDE, both
+from tests.conversion.test_chains import NARROW, WIDE, both, static_rows
 from tests.support import measurements
 from tests.support.chain_rows import NONE, ROW, layer_problem, plain_rows
 from tests.support.conversions import H200
@@ -410,6 +412,60 @@ def test_an_activation_before_a_chain_is_not_that_of_a_quantizer(book: Book) -> 
     assert chain_count(handle) == 1 and model._handoffs[-1].activating[1] == ""
     handle = convert(model, 0.06, chains=False)
     assert kernel_at(model._handoffs[-1].activating[1], 512)
+
+
+def normed() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [(nn.Linear(512, 512), nn.LayerNorm(512), nn.ReLU()) for _ in range(2)]
+    model = line(*(module for some in layers for module in some)).requires_grad_(False)
+    for norm in (model[1], model[4]):
+        norm.weight.uniform_(0.5, 1.5)
+        norm.bias.uniform_(-0.5, 0.5)
+    return model
+
+
+def writes_of(model: nn.Sequential) -> list[str]:
+    return [str(step.writes) for step in steps_at(model._handoffs[-1].chains[0], 512)]
+
+
+def test_a_static_scale_behind_an_affine_norm_follows_each_refresh(book: Book) -> None:
+    book.write(*static_rows())
+    model = normed()
+    handle = convert(model, 0.06)
+    assert writes_of(model) == ["tensor", "none"]
+    x = torch.randn(512, 512).bfloat16()
+    exact = copy.deepcopy(model).float()
+    remove_handoff(exact)
+
+    def error() -> float:
+        with torch.no_grad():
+            y = model(x).float()
+            for norm, own in ((exact[1], model[1]), (exact[4], model[4])):
+                norm.weight, norm.bias = (nn.Parameter(z.float()) for z in (own.weight, own.bias))
+            for module in (z := x.float(), *exact)[1:]:
+                z = module(z)
+        return ((y - z).norm() / z.norm()).item()
+
+    assert error() < 0.08
+    model[1].weight.mul_(50)
+    assert error() > 0.2, "the weight is frozen, as those of layers are"
+    assert handle.refresh() == []  # the same kernels
+    assert error() < 0.08
+    model[1].weight[0] = 1e6  # all others are near the smallest steps
+    assert handle.refresh() == ["0 to 3/chain"]
+    assert writes_of(model) == ["row", "none"]
+    assert NORM_SCALE not in model[0]._buffers
+    handle.undo()
+    assert not model[1]._load_state_dict_post_hooks
+
+
+def test_a_small_budget_and_between_have_no_static_scales(book: Book) -> None:
+    book.write(*static_rows(row_err=0.041))
+    for arguments in ({"report_or_budget": 0.049}, {"report_or_budget": 0.06, "between": False}):
+        model = normed()
+        convert(model, **arguments)
+        assert not hasattr(model, "_handoffs") or "tensor" not in model._handoffs[-1].chains[0]
+        assert NORM_SCALE not in model[0]._buffers
 
 
 def test_layers_of_chains_are_not_offloaded(book: Book) -> None:

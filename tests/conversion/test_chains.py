@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from lokakern.conversion import chains
 from lokakern.conversion.chain_rivals import ChainJudge, Rivals, SpanLayer
 from lokakern.conversion.chains import PlannedChain, SpanPlan, plan_span, takes
 from lokakern.conversion.routes import Judge, Route, routes_of
+from lokakern.nn.chain_norm import frozen_norms
 from lokakern.nn.chain_plan import read_plan, steps_at
 from lokakern.problems import make_problem
 from lokakern.selection import dispatcher
@@ -356,6 +358,55 @@ def test_static_scales_need_a_budget_that_admits_them(book: Book) -> None:
     judge = ChainJudge(0.06, H200, ("X1",), admits_static=False)
     (chain,) = planned(bounded, bounded, judge=judge).chains
     assert [s.writes for s in steps_at(chain.text, 512)] == [ROW, NONE]
+
+
+AFFINE = Layer(512, 512, "bias+layer+affine+relu")
+
+
+def static_rows(layer: Layer = AFFINE, row_err: float = 0.045) -> list[Any]:
+    """Times and errors of a layer that is fastest where it writes with a static scale."""
+    found = layer_rows(layer, {512: 20.0, 2048: 60.0}, {512: 12.0, 2048: 40.0})
+    for m, static_us in ((512, 6.0), (2048, 20.0)):
+        for name, reads, more in ((FUSED, ROW, 0.0), (QUANTIZING, NONE, 1.0)):
+            problem = layer_problem(layer, m, reads, ROW, Granularity.TENSOR)
+            found.append(time(name, problem, static_us + more))
+            found += [accuracy(name, problem, row_err)] if m == 512 else []
+    return found
+
+
+@pytest.mark.parametrize(
+    ("added", "is_static"), [(0.0001, True), (0.039, True), (0.04, False), (math.inf, False)]
+)
+def test_static_scales_behind_affine_norms_are_judged_by_the_weight(
+    book: Book, added: float, is_static: bool
+) -> None:
+    """Within 0.06 the stored error of 0.045 leaves 0.0397 to what the weight adds."""
+    book.write(*static_rows())
+    span = [SpanLayer(AFFINE, 1e-5, PLAIN, added=added)] * 2
+    (chain,) = plan_span(span, JUDGE).chains
+    writes = [s.writes for s in steps_at(chain.text, 512)]
+    assert writes == [Granularity.TENSOR if is_static else ROW, NONE]
+    # The rounding of the output is part of the error of its reader.
+    row_err = math.hypot(0.04, added) if is_static else 0.04
+    assert chain.times[0].row_err == pytest.approx(math.hypot(0.04, row_err))
+    judge = JUDGE.__class__(0.06, H200, ("X1",), admits_static=False)
+    (chain,) = plan_span(span, judge).chains
+    assert [s.writes for s in steps_at(chain.text, 512)] == [ROW, NONE]
+    assert frozen_norms(chain.text) == ()
+
+
+def test_no_launch_repeats_a_scale_that_a_norm_keeps(book: Book) -> None:
+    """Kernels with 1x128 scales would read a matrix of them."""
+    rows = static_rows()
+    for m, us in ((512, 1.0), (2048, 3.0)):
+        problem = layer_problem(AFFINE, m, Granularity.GROUP, Granularity.BLOCK, NONE)
+        rows += [time("cuda.gemm_norm_block", problem, us)]
+    rows += [accuracy("cuda.gemm_norm_block", problem, 0.03)]
+    book.write(*rows)
+    (chain,) = plan_span([SpanLayer(AFFINE, 1e-5, PLAIN, added=0.0)] * 2, JUDGE).chains
+    for steps in chain.launches:
+        assert Granularity.GROUP not in {step.reads for step in steps}
+    assert dict(frozen_norms(chain.text)) == {0: 2048}
 
 
 def test_no_kernel_takes_some_sizes() -> None:

@@ -287,7 +287,7 @@ def test_a_dynamic_m_without_steps_has_the_bits_of_the_expression(kind: str) -> 
     operands: list[Tensor | None] = []
     for name in names:
         layer = model.get_submodule(name)
-        operands += [layer.weight, *layer.chain_weight("row"), layer.bias, None, None]
+        operands += [layer.weight, *layer.chain_weight("row"), layer.bias, None, None, None]
     x0 = rows(15, seed=3)
     with torch.no_grad():
         y = x

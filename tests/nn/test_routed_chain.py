@@ -759,8 +759,8 @@ STATIC = plan_of(
 )
 
 
-def test_a_replayed_chain_follows_writes_to_the_norm(calls: list[Any]) -> None:
-    """A static scale depends on the weight of the norm."""
+def test_a_replayed_chain_follows_a_renewed_norm(calls: list[Any]) -> None:
+    """A static scale depends on the weight of the norm; both are renewed in the same memory."""
     steps = (
         step(0, "cuda.quantize_row+cuda.gemm_norm_row", (NONE, ROW, TENSOR)),
         step(1, "cuda.gemm_norm_row", (ROW, ROW, NONE)),
@@ -768,9 +768,13 @@ def test_a_replayed_chain_follows_writes_to_the_norm(calls: list[Any]) -> None:
     model, x = chained(plan=plan_of(steps)), rows()
     model(x)
     ((_, operands, plan),) = calls
+    y = torch.ops.lokakern.routed_chain(x, operands, plan)
     with native.in_use() as library:
         for factor in itertools.chain([1.0] * 3, [3.0, 0.5]):
             model[1].weight.mul_(factor)
+            model[0].renew_chain_weights()
             found = library.replay_chain(x, operands, plan)
             assert torch.equal(found, torch.ops.lokakern.routed_chain(x, operands, plan))
+            assert torch.equal(found, y) == (factor == 1.0)
+            y = found
         assert library.call_op("lokakern::routed_chain", x, operands, plan) is not None
