@@ -25,9 +25,8 @@ UNMEASURED: dict[tuple[str, str], str] = {
 # Kernels that are new, by kernel and architecture: the reason. They need neither a time nor a test
 # result there; an entry goes when the kernel was timed and tested.
 NEW_KERNELS: dict[tuple[str, str], str] = {
-    (f"cuda.{name}", "sm_90"): "tested on an NVIDIA H200, timed there by a script"
-    for name in ("quantize_short_row", "quantize_short_group")
-} | {("cuda.quantize_long_row_power_of_two", "sm_90"): "tested on an NVIDIA H200, not timed"}
+    ("cuda.quantize_long_row_power_of_two", "sm_90"): "tested on an NVIDIA H200, not timed"
+}
 # Ops that are new, by architecture, and why: not all of their kernels need have a time or a test
 # result there. An entry goes when all were timed and tested.
 NEW_OPS: dict[tuple[str, str], str] = {}
