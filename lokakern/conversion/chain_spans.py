@@ -1,10 +1,10 @@
 """Spans of a model: consecutive layers that chains may run, and the chains chosen for them.
 
 A layer is a converted linear layer, then a norm if there is one, then an activation if there is
-one; or a `LinearNormAct`. Layers of a span follow each other in one `nn.Sequential`. Identities and
-dropout are passed over; in training, calls with dropout run the modules one by one. Any other
-module ends a span, and so does a layer that no kernel takes. A `LinearNormAct` outside such a
-sequence is a span of its own.
+one; or a `LinearNormAct`. Layers of a span follow each other in one `nn.Sequential`, also in
+sequences that are its children. Identities and dropout are passed over; in training, calls with
+dropout run the modules one by one. Any other module ends a span, and so does a layer that no kernel
+takes. A `LinearNormAct` outside such a sequence is a span of its own.
 """
 
 from __future__ import annotations
@@ -27,10 +27,17 @@ from lokakern.conversion.routes import Route
 from lokakern.conversion.static_rounding import added_error
 from lokakern.nn.autocast import HALF
 from lokakern.nn.block_rms_norm import BlockRMSNorm
+from lokakern.nn.chain_call import are_same
 from lokakern.nn.joined import ACTIVATIONS
 from lokakern.nn.linear import LINEARS, Linear
 from lokakern.nn.linear_norm_act import LinearNormAct
-from lokakern.nn.static_handoff import BoundedSequential, is_affordable, passes_on
+from lokakern.nn.static_handoff import (
+    BoundedSequential,
+    is_affordable,
+    is_inner,
+    leaves,
+    passes_on,
+)
 from lokakern.norm import NO_NORM, Norm, norm_named
 from lokakern.probe.verdicts import Verdict
 from lokakern.types import Device, ErrorBudget, Format, Granularity, NormForm
@@ -46,7 +53,7 @@ class FoundLayer(NamedTuple):
 
     Attributes:
         linear: The linear layer.
-        place: Its index in the sequence; 0 of a `LinearNormAct`.
+        place: Its index in the leaves of the sequence; 0 of a `LinearNormAct`.
         stop: Index after its last module.
         layer: Sizes and epilogue.
         eps: Of the norm.
@@ -77,13 +84,9 @@ class Span:
     sites: tuple[str, ...]
     plan: SpanPlan
 
-    def texts(self, off: Collection[ChainSites]) -> dict[int, str]:
-        """Plans of chains by the index of their first module, without those that are off."""
-        return {
-            self.found[chain.start].place: chain.text
-            for chain in self.plan.chains
-            if self.sites_of(chain) not in off
-        }
+    def text(self, off: Collection[ChainSites]) -> str:
+        """The plan of its first chain, unless that is off; "" without one."""
+        return next((x.text for x in self.plan.chains if self.sites_of(x) not in off), "")
 
     def sites_of(self, chain: PlannedChain) -> tuple[str, ...]:
         """Names of the layers of a chain."""
@@ -119,7 +122,7 @@ def spans_of(module: nn.Module, accepts: Callable[[Linear], bool]) -> list[list[
     if not isinstance(module, nn.Sequential) or type(module) not in _SEQUENCES:
         return []
     spans: list[list[FoundLayer]] = [[]]
-    modules, place = list(module), 0
+    modules, place = leaves(module), 0
     while place < len(modules):
         first = modules[place]
         if passes_on(first, in_call=False):
@@ -224,6 +227,58 @@ def chain_texts(spans: Iterable[Span]) -> dict[ChainSites, str]:
     return {span.sites_of(chain): chain.text for span in spans for chain in span.plan.chains}
 
 
+class PlacedChain(NamedTuple):
+    """A chain in a sequence: its modules, with those that are passed over, and its plan."""
+
+    modules: tuple[nn.Module, ...]
+    text: str
+
+
+def placed_chains(
+    spans: Iterable[Span], off: Collection[ChainSites]
+) -> dict[int, list[PlacedChain]]:
+    """The chains of sequences, without those that are off, by the id of their first layer."""
+    placed: dict[int, list[PlacedChain]] = {}
+    for span in spans:
+        if isinstance(span.module, nn.Sequential):
+            modules = leaves(span.module)
+            for chain in span.plan.chains:
+                first, last = span.found[chain.start], span.found[chain.stop - 1]
+                if span.sites_of(chain) not in off:
+                    found = PlacedChain(tuple(modules[first.place : last.stop]), chain.text)
+                    placed.setdefault(id(first.linear), []).append(found)
+    return placed
+
+
+def chains_at(
+    sequence: nn.Sequential, placed: Mapping[int, Sequence[PlacedChain]]
+) -> tuple[list[nn.Module], list[str]]:
+    """The modules of a sequence that its settings are for, and for each the plan of a chain, or "".
+
+    They are its children, or, where a chain crosses one that is a sequence itself, its leaves.
+    A chain within such a child is set there.
+    """
+    children = list(sequence)
+    if type(sequence) not in _SEQUENCES:
+        return children, [""] * len(children)
+    owners = [place for place, child in enumerate(children) for _ in leaves([child])]
+    modules, crosses = leaves(children), False
+    plans = [""] * len(modules)
+    for place, module in enumerate(modules):
+        for chain in placed.get(id(module), ()):
+            stop = place + len(chain.modules)
+            if are_same(tuple(modules[place:stop]), chain.modules):
+                plans[place] = chain.text
+                ours = set(owners[place:stop])
+                crosses |= len(ours) > 1 and any(is_inner(children[i]) for i in ours)
+    if crosses:
+        return modules, plans
+    own = {owner: plan for owner, plan in zip(owners, plans, strict=True) if plan}
+    return children, [
+        "" if is_inner(child) else own.get(place, "") for place, child in enumerate(children)
+    ]
+
+
 def chain_rows(span: Span, off: Collection[ChainSites]) -> list[dict[str, Any]]:
     """One row for each chain, as of `Conversion.choices`."""
     rows = []
@@ -290,7 +345,7 @@ def planned_spans(
     names: Mapping[int, str],
     routes: Mapping[str, Route],
     judge_of: Callable[[Tensor], ChainJudge],
-    scales_of: Callable[[nn.Sequential], tuple[str, ...]],
+    scales_of: Callable[[Sequence[nn.Module], Tensor], tuple[str, ...]],
     verdicts: Mapping[str, Verdict] | None = None,
 ) -> list[Span]:
     """The spans of modules with their chains.
@@ -300,7 +355,8 @@ def planned_spans(
         names: Names of the layers that may be part of a chain, by id.
         routes: Routes of their outputs by name.
         judge_of: The judge of layers on the device, and in the dtype, of a weight.
-        scales_of: Static scale of the input of each module of a sequence, or "".
+        scales_of: Static scale of the input of each module of several in a row, or "", on the
+            device of a weight.
         verdicts: Those of a report on outputs by name; None: errors are those of the database.
     """
     spans = []
@@ -308,7 +364,7 @@ def planned_spans(
     inner = {id(x) for m in modules if type(m) in _SEQUENCES for x in m.children()}
     known: dict[tuple[object, ...], SpanPlan] = {}  # models repeat their layers
     for module in modules:
-        if isinstance(module, LinearNormAct) and id(module) in inner:
+        if id(module) in inner and (isinstance(module, LinearNormAct) or is_inner(module)):
             continue
         for found in spans_of(module, lambda linear: id(linear) in names):
             judge = judge_of(found[0].linear.weight)
@@ -321,7 +377,9 @@ def planned_spans(
             left = (None if names[id(x.linear)] in unsafe else x for x in found)
             for part in _taken(left, judge):
                 sites = tuple(names[id(x.linear)] for x in part)
-                scales = scales_of(module) if isinstance(module, nn.Sequential) else ("",)
+                scales: Sequence[str] = ("",)
+                if isinstance(module, nn.Sequential):
+                    scales = scales_of(leaves(module), part[0].linear.weight)
                 layers = tuple(
                     SpanLayer(
                         x.layer, x.eps, routes[site], bool(scales[x.place]), 0, ways[site], x.added

@@ -27,6 +27,8 @@ from lokakern.conversion.chain_spans import (
     chain_judge,
     chain_rows,
     chain_texts,
+    chains_at,
+    placed_chains,
     planned_spans,
     why_no_chains,
     words_of,
@@ -570,9 +572,8 @@ class Conversion:
                 Format.FLOAT16 if weight.dtype is torch.float16 else Format.BFLOAT16,
             )  # fmt: skip
 
-        def scales_of(sequence: nn.Sequential) -> tuple[str, ...]:
-            weight = next(sequence.parameters())
-            return self._scales_of(sequence, self._device_for(weight))
+        def scales_of(modules: Sequence[nn.Module], weight: Tensor) -> tuple[str, ...]:
+            return self._scales_of(modules, self._device_for(weight))
 
         spans = planned_spans(
             [*self.sequences, *self.fused], names, routes, judge_of, scales_of, verdicts
@@ -587,11 +588,11 @@ class Conversion:
         tails = planned_tail_chains(found, others, routes, judge_of, verdicts)
         return [*spans, *crosses, *tails]
 
-    def _scales_of(self, sequence: nn.Sequential, device: Device) -> tuple[str, ...]:
-        """Static scale of the input of each module of a sequence, or ""."""
+    def _scales_of(self, modules: Sequence[nn.Module], device: Device) -> tuple[str, ...]:
+        """Static scale of the input of each of several modules in a row, or ""."""
         if self._between and is_affordable(_budget_of(self._wanted)):
-            return scales_between(sequence, device)
-        return ("",) * len(sequence)
+            return scales_between(modules, device)
+        return ("",) * len(modules)
 
     def use_routes(
         self,
@@ -635,7 +636,7 @@ class Conversion:
         if has_relus is not None:
             self.has_relus = has_relus
         chains = {
-            span.sites[0]: span.texts(self.off_chains).get(0, "")
+            span.sites[0]: span.text(self.off_chains)
             for span in self.spans
             if isinstance(span.module, LinearNormAct)
         }
@@ -694,25 +695,22 @@ class Conversion:
         """Set in sequences which inputs are quantized before their layers, and their chains."""
         is_wanted = self._between and not isinstance(self._wanted, Forced)
         self._untimed.clear()
+        placed = placed_chains(self.spans, self.off_chains)
         for sequence in self.sequences:
             weight = next(sequence.parameters(), None) if is_wanted else None
-            scales, activating = ("",) * len(sequence), [""] * len(sequence)
-            chains = [""] * len(sequence)
-            for span in self.spans:
-                if span.module is sequence:
-                    for place, text in span.texts(self.off_chains).items():
-                        chains[place] = text
+            modules, chains = chains_at(sequence, placed)
+            scales, activating = ("",) * len(modules), [""] * len(modules)
             rectified: tuple[str, ...] = ()
             joined: tuple[str, ...] = ()
             if weight is not None:
                 device = self._device_for(weight)
                 has_relus, is_joined = self._rules_for(device)
                 if has_relus:
-                    rectified = rectified_between(sequence)
+                    rectified = rectified_between(modules)
                 if is_joined:
-                    joined = joined_between(sequence)
-                scales = self._scales_of(sequence, device)
-                found = activations_between(sequence, scales) if self._inference else {}
+                    joined = joined_between(modules)
+                scales = self._scales_of(modules, device)
+                found = activations_between(modules, scales) if self._inference else {}
                 for place, (name, reader) in found.items():
                     k = reader.in_features
                     route = activating_route(device, k, name, m_range=self._m_range)
@@ -733,7 +731,9 @@ class Conversion:
                     and any((*scales, *activating, *chains, *rectified, *joined))
                 )
             ):
-                set_handoff(sequence, scales, activating, self._key, chains, rectified, joined)
+                set_handoff(
+                    sequence, scales, activating, self._key, chains, rectified, joined, modules
+                )
 
     def _rules_for(self, device: Device) -> tuple[bool, bool]:
         """Whether products may apply relus on a device, and one op compute gradients."""
@@ -839,7 +839,7 @@ class Conversion:
             for sequence in self.sequences
             if isinstance(sequence, BoundedSequential) and sequence.is_as_known
             for handoff in sequence._handoffs[-1:]
-            for module, text in zip(sequence, getattr(handoff, column), strict=True)
+            for module, text in zip(handoff.modules, getattr(handoff, column), strict=True)
             if text and id(module) in names
         }
         for module in self.callers:
@@ -1150,7 +1150,7 @@ class Conversion:
             if isinstance(sequence, BoundedSequential) and sequence.is_as_known
             for handoff in sequence._handoffs[-1:]
             for module, *known in zip(
-                sequence, handoff.scales, ("", *handoff.activating[:-1]), strict=True
+                handoff.modules, handoff.scales, ("", *handoff.activating[:-1]), strict=True
             )
             if any(known) and id(module) in names  # other sites belong to another conversion
         ]

@@ -8,7 +8,7 @@ kernels of the compiler, and the layer does not compute that of the bias.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ ACTIVATIONS: dict[type[nn.Module], str] = {
 _APPLY = {"none": None, "relu": relu, "hardswish": hardswish, "silu": silu}
 
 
-def joined_between(sequence: nn.Sequential) -> tuple[str, ...]:
+def joined_between(sequence: Iterable[nn.Module]) -> tuple[str, ...]:
     """For each layer the norm and the activation behind it, such as "layer relu", or "".
 
     Either may be missing, and is "none" then; see `joined_at` and `read_by`.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ COLUMNS = 8
 NARROW = 4
 
 
-def rectified_between(sequence: nn.Sequential) -> tuple[str, ...]:
+def rectified_between(sequence: Iterable[nn.Module]) -> tuple[str, ...]:
     """For each module the route of products that apply the relu behind it, or ""."""
     modules = list(sequence)
     found = [PLAIN] * len(modules)

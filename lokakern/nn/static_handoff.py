@@ -7,15 +7,15 @@ torch.compile fuses into the norm: there is no separate quantizer that reads the
 After an activation without a norm scales are dynamic. In inference, where its output has no other
 use, a kernel of the registry activates and quantizes in one pass. Where neither the layer before a
 relu nor the one behind it quantizes, the product applies the relu. And several layers may run as a
-chain, in one op (`lokakern.nn.routed_chain`).
+chain, in one op (`lokakern.nn.routed_chain`), also across sequences that are children of one.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, TypeGuard
 
 from torch import Tensor, is_grad_enabled, nn
 from torch.compiler import is_compiling
@@ -64,7 +64,8 @@ class Handoff(NamedTuple):
 
     Attributes:
         key: Key of the conversion.
-        modules: Modules for which the settings were made.
+        modules: Modules for which the settings were made: the children, or where a chain crosses
+            a child that is a sequence, the `leaves`.
         scales: Static scale of each module's input, as text; "" without one.
         activating: For an activation that only the next module reads, the route of kernels that
             activate and quantize; "" for other modules.
@@ -94,6 +95,7 @@ _ROWWISE = frozenset((
     nn.Sigmoid, nn.Tanh, nn.Dropout, nn.BatchNorm1d,
 ))  # fmt: skip
 _KEEPS_ROWS = "\2"
+_OF_LEAVES = "\3"
 _DERIVED = ("_chain_recipes", "_by_rows")
 _MOST_ROWS = 16
 _RELU = 3  # a state of `_states_at`
@@ -121,7 +123,8 @@ class BoundedSequential(nn.Sequential):
     @property
     def is_as_known(self) -> bool:
         """Whether the modules are unchanged since the settings were made."""
-        return are_same(tuple(self._modules.values()), self._handoffs[-1].modules)
+        modules = self._handoffs[-1].modules
+        return are_same(tuple(self._modules.values()), modules) or _has_leaves(self, modules)
 
     def forward(self, input: Tensor) -> Tensor:
         """Call the modules in order, as `nn.Sequential` does."""
@@ -135,12 +138,14 @@ class BoundedSequential(nn.Sequential):
 
     def run_compiled(self, input: Tensor, place: int = 0) -> Tensor:
         """The output of the modules from a place on, for compilers."""
-        modules = list(self._modules.values())
+        modules, known = list(self._modules.values()), self._known
+        if known.startswith(_OF_LEAVES):
+            modules, known = leaves(modules), known.removeprefix(_OF_LEAVES)
         # Dynamo runs this as it is where a module cannot be traced.
-        relus = _relus_at(self._known, static_rows(input)) if is_compiling() else ""
+        relus = _relus_at(known, static_rows(input)) if is_compiling() else ""
         if relus is not None:
             return _rectified(modules, input, place, relus.split(","))
-        words = [word.split("\0") for word in self._known.rstrip(_KEEPS_ROWS).split("\1")]
+        words = [word.split("\0") for word in known.rstrip(_KEEPS_ROWS).split("\1")]
         if [word[0] for word in words] != [_kind(module) for module in modules]:
             return _rectified(modules, input, place, ())
         scales, activating = tuple(w[1] for w in words), tuple(w[2] for w in words)
@@ -184,7 +189,10 @@ class BoundedSequential(nn.Sequential):
         """`forward` in eager mode, at the cost of `nn.Sequential` where nothing holds at this m."""
         handoff, m = self._handoffs[-1], rows_in(input)
         if not are_same(tuple(self._modules.values()), handoff.modules):
-            return super().forward(input)  # type: ignore[no-any-return, no-untyped-call]
+            is_idle = all([is_idle_at(plan, m) for plan in handoff.chains])
+            if is_idle or not _has_leaves(self, handoff.modules):
+                return super().forward(input)  # type: ignore[no-any-return, no-untyped-call]
+            return BoundedSequential._run_from(self, input, 0, handoff)
         if m >= 0:
             kept = self._by_rows
             if kept is None or len(kept) >= _MOST_ROWS:
@@ -364,15 +372,35 @@ def _kind(module: nn.Module) -> str:
     return "other"
 
 
+def leaves(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Modules in the order of their calls, where sequences without hooks call their children."""
+    found: list[nn.Module] = []
+    for module in modules:
+        found += leaves(module) if is_inner(module) else [module]
+    return found
+
+
+def is_inner(module: nn.Module) -> TypeGuard[nn.Sequential]:
+    """Whether a module does nothing but call its children in a row."""
+    return type(module) in (nn.Sequential, BoundedSequential) and is_plain_call(module)
+
+
+def _has_leaves(sequence: nn.Sequential, modules: tuple[nn.Module, ...]) -> bool:
+    """Whether these modules are the leaves of a sequence, more than its children."""
+    return len(modules) > 0 and are_same(tuple(leaves(sequence)), modules)
+
+
 def _write_known(sequence: nn.Sequential) -> None:
     """Write the newest handoff for compilers, unless the modules changed."""
     assert isinstance(sequence, BoundedSequential)
-    _, *columns = sequence._handoffs[-1] if sequence.is_as_known else Handoff()
-    rows = ((_kind(module), *rest) for module, *rest in zip(*columns, strict=True))
+    _, modules, *columns = sequence._handoffs[-1] if sequence.is_as_known else Handoff()
+    rows = ((_kind(module), *rest) for module, *rest in zip(modules, *columns, strict=True))
     sequence._known = "\1".join(map("\0".join, rows))
-    has_settings = any(map(any, columns[1:]))
-    if has_settings and all(type(module) in _ROWWISE for module in sequence):
+    has_settings = any(map(any, columns))
+    if has_settings and all(type(module) in _ROWWISE for module in modules):
         sequence._known += _KEEPS_ROWS
+    if _has_leaves(sequence, modules) and not are_same(tuple(sequence), modules):
+        sequence._known = _OF_LEAVES + sequence._known
     for name in _DERIVED:
         vars(sequence).pop(name, None)
 
@@ -455,6 +483,7 @@ def set_handoff(
     chains: Sequence[str] = (),
     rectified: Sequence[str] = (),
     joined: Sequence[str] = (),
+    modules: Sequence[nn.Module] = (),
 ) -> None:
     """Apply a conversion's settings for the current modules of a sequence.
 
@@ -466,11 +495,13 @@ def set_handoff(
         chains: For each module; () means none. The layers keep the FP8 weights that they read.
         rectified: For each module; () means none.
         joined: For each module; () means none.
+        modules: The children of the sequence, or its `leaves`; () means the children.
 
     Raises:
         UnsupportedError: The modules at a place are not the layers of its chain.
     """
-    modules, none = tuple(sequence), ("",) * len(sequence)
+    modules = tuple(modules) or tuple(sequence)
+    none = ("",) * len(modules)
     chains, rectified, joined = (tuple(x) or none for x in (chains, rectified, joined))
     for place, plan in enumerate(chains):
         if plan and not _parts_at(modules, place, words_of_plan(plan), in_call=False)[0]:
@@ -536,10 +567,10 @@ def _others(sequence: nn.Sequential, key: str) -> tuple[Handoff, ...]:
     return tuple(h for h in vars(sequence).get("_handoffs", ()) if h.key != key)
 
 
-def scales_between(sequence: nn.Sequential, device: Device) -> tuple[str, ...]:
+def scales_between(modules: Iterable[nn.Module], device: Device) -> tuple[str, ...]:
     """Static scale of the input of each module; "" without one, or if no kernel reads it."""
     found, known = [], ""
-    for module in sequence:
+    for module in modules:
         found.append(known if _reads(module) else "")
         norm = module.norm if isinstance(module, LinearNormAct) else module
         if isinstance(norm, BlockRMSNorm):
@@ -551,11 +582,11 @@ def scales_between(sequence: nn.Sequential, device: Device) -> tuple[str, ...]:
 
 
 def activations_between(
-    sequence: nn.Sequential, scales: Sequence[str]
+    modules: Iterable[nn.Module], scales: Sequence[str]
 ) -> dict[int, tuple[str, Linear]]:
     """Activations before a linear layer without a static scale, and the layer, by place."""
     found = {}
-    for place, (module, reader) in enumerate(itertools.pairwise(sequence)):
+    for place, (module, reader) in enumerate(itertools.pairwise(modules)):
         name = ACTIVATIONS.get(type(module))
         if not name or getattr(module, "inplace", False) or scales[place + 1]:
             continue
