@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ACTIVATIONS = ("none", "relu", "hardswish", "silu")
+# Words of an epilogue with a norm, and how many matrices of the output's shape each reads.
+BESIDE = {"residual": 1, "gate": 1, "cross": 2, "residual_last": 1}
 # What `Problem.epilogue` of a GEMM may say.
 EPILOGUES = frozenset(
     "+".join(word for word in (bias, last) if word) or "none"
@@ -131,6 +133,12 @@ class NormForm(NamedTuple):
     affine: bool = False
     last: str = "none"
     residual_last: bool = False
+
+    @property
+    def beside(self) -> tuple[str, ...]:
+        """The words for what reads matrices of the output's shape, in order; a cross reads two."""
+        words = ("residual" * self.residual, self.last, "residual_last" * self.residual_last)
+        return tuple(word for word in words if word in BESIDE)
 
     @property
     def is_bounded(self) -> bool:

@@ -23,6 +23,7 @@ from lokakern.types import (
     Device,
     Format,
     Granularity,
+    NormForm,
     Operand,
     Problem,
     norm_form,
@@ -39,8 +40,9 @@ class SpanLayer(NamedTuple):
         eps: Of its norm.
         route: The route of its output without a chain.
         is_handed: Whether its input then has a static scale, so that no quantizer runs.
-        tensors: Of a cross, the number of tensors of the size of its output that are read and
-            written less than by a product, and a kernel for the cross.
+        tensors: Of a layer without a norm that reads matrices beside, such as a cross, the number
+            of tensors of the size of its output that are read and written less than by a product,
+            and a kernel for the rest.
         ways: What a report of Probe finds safe; None: errors are those of the database.
         added: What a static scale of its output adds to its error if its norm has a weight or a
             bias, see `lokakern.conversion.static_rounding`; infinite where that is unknown.
@@ -105,8 +107,8 @@ class Rivals:
         if key not in self._known:
             plain = min(_times(self._separate(x.layer), m), default=None, key=_us)
             known: list[tuple[float, float]] = []
-            if is_crossed(x.layer):
-                known = list(self._crossed(x, m))
+            if is_pointwise(x.layer):
+                known = list(self._pointwise(x, m))
             elif plain is not None:
                 known = list(self._by_route(x, m, plain))
                 # A kernel for nothing but a bias would be slower than the product alone.
@@ -117,10 +119,10 @@ class Rivals:
             self._known[key] = min(known, default=None)
         return self._known[key]
 
-    def _crossed(self, x: SpanLayer, m: int) -> Iterator[tuple[float, float]]:
-        """The times of a cross after the product by its route, or unquantized.
+    def _pointwise(self, x: SpanLayer, m: int) -> Iterator[tuple[float, float]]:
+        """The times of a cross, residual or gate after the product by its route, or unquantized.
 
-        A kernel for the cross moves bytes no faster than the fastest one that was ever timed.
+        A kernel for it moves bytes no faster than the fastest one that was ever timed.
         """
         least = 2 * x.tensors * m * x.layer.n * self._least_us_per_byte()
         alone = self._table_of(self._judge.product(x.layer)).plain_at(m)
@@ -231,15 +233,15 @@ def _times(candidates: Iterable[Candidate], m: int) -> Iterator[Time]:
             yield found[0]
 
 
-def is_crossed(layer: Layer) -> bool:
-    """Whether DCN's cross follows the product."""
-    return norm_form(layer.epilogue).last == "cross"
+def is_pointwise(layer: Layer) -> bool:
+    """Whether a cross, residual or gate follows the product, and no norm."""
+    form = norm_form(layer.epilogue)
+    return form.norm.kind == "none" and bool(form.beside)
 
 
 def is_product(layer: Layer) -> bool:
-    """Whether a layer has neither norm nor activation."""
-    form = norm_form(layer.epilogue)
-    return form.norm.kind == "none" and form.last == "none"
+    """Whether nothing but a bias follows the product."""
+    return norm_form(layer.epilogue)._replace(bias=False) == NormForm()
 
 
 def _us(time: Time) -> float:

@@ -209,6 +209,12 @@ def _held_plan(asked: str, span: Sequence[SpanLayer], judge: ChainJudge) -> Span
     return SpanPlan(tuple(found))
 
 
+def is_measured(x: SpanLayer, judge: ChainJudge) -> bool:
+    """Whether the unquantized layer was measured, with or without a bias."""
+    search = _Search((x,), judge)
+    return bool(search.measured_m(search.as_measured(x)))
+
+
 def _of_layers(chain: PlannedChain, span: Sequence[SpanLayer]) -> PlannedChain:
     """The chain with the epilogues of the span, which may differ from the measured ones."""
     layers = tuple(
@@ -324,6 +330,10 @@ class _Search:
         alike = x.layer._replace(epilogue=_with_other_bias(x.layer.epilogue))
         measured = self._rivals.measured_m
         return x if measured(x.layer) or not measured(alike) else x._replace(layer=alike)
+
+    def measured_m(self, x: SpanLayer) -> list[int]:
+        """The m at which the unquantized layer was measured."""
+        return self._rivals.measured_m(x.layer)
 
     @property
     def missing(self) -> tuple[Layer, ...]:

@@ -144,7 +144,12 @@ def tensors_moved(cross: FoundCross, module: nn.Module) -> int:
     tensor instead of these, and nothing is written less.
     """
     reads = 2 if cross.x0 is cross.x else 3
-    return reads + 1 if _is_multiplied(cross.sum, module) else reads - 1
+    return tensors_of(reads, cross.sum, module)
+
+
+def tensors_of(reads: int, node: fx.Node, module: nn.Module) -> int:
+    """`tensors_moved` of a kernel that reads so many tensors and writes a node."""
+    return reads + 1 if _is_multiplied(node, module) else reads - 1
 
 
 def _is_multiplied(node: fx.Node, module: nn.Module) -> bool:

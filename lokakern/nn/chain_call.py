@@ -17,7 +17,7 @@ from torch.compiler import is_compiling
 from torch.nn import Parameter
 
 from lokakern import sampled_check
-from lokakern.epilogue import norm_form
+from lokakern.epilogue import BESIDE, NormForm, norm_form
 from lokakern.functional.checks import is_traced
 from lokakern.native import NATIVE
 from lokakern.nn.block_rms_norm import BlockRMSNorm
@@ -37,7 +37,8 @@ from lokakern.nn.routed_matmul import constant_of, dtype_of, is_constant, prepar
 from lokakern.registry.register import kernel_named
 from lokakern.types import Granularity
 
-Part = tuple[Linear, nn.Module | None, str]  # a layer, its norm, and its activation or "cross"
+# A layer, its norm, and what else it has, such as its activation or "cross", see `_last_of`.
+Part = tuple[Linear, nn.Module | None, str]
 Words = list[str]  # of a layer of a plan, see `_layer_words`
 _BETWEEN_WORDS, _BETWEEN_LAYERS = "\0", "\1"
 _NONE = "none"
@@ -268,7 +269,7 @@ def _recipe_of(
                 kind = None if getattr(owner, name) is None else _OPERAND
                 operands.append((named(owner), "_parameters", name, kind))
         operands.append(None)
-        if words[9]:  # in the place of the norm's own
+        if words[10]:  # in the place of the norm's own
             unread += [place[:3] for place in operands[-3:-1] if place is not None and place[3]]
             buffers = ((NORM_WEIGHT, _OPERAND), (NORM_BIAS, _OPERAND), (NORM_SCALE, _BYTES))
             operands[-3:] = [
@@ -347,13 +348,19 @@ def _is_unquantized(step: ChainStep, place: int) -> bool:
 
 
 def _layer_words(layer: ChainLayer, reads_weight: bool, is_frozen: bool) -> Words:
-    """n, k, "bias", norm, eps, "affine", activation, granularity, "weight", "frozen"; or ""."""
+    """n, k, "bias", norm, eps, "affine", `_last_of`, granularity, "weight", matrices, "frozen"."""
     form = norm_form(layer.epilogue)
     return [
         str(layer.n), str(layer.k), "bias" if form.bias else "", str(form.norm), str(layer.eps),
-        "affine" if form.affine else "", form.last, layer.weight.value,
-        "weight" if reads_weight else "", "frozen" if is_frozen else "",
+        "affine" if form.affine else "", _last_of(form), layer.weight.value,
+        "weight" if reads_weight else "", str(sum(BESIDE[word] for word in form.beside)),
+        "frozen" if is_frozen else "",
     ]  # fmt: skip
+
+
+def _last_of(form: NormForm) -> str:
+    """What a layer has but its norm, such as "relu", "residual+relu" or "none"."""
+    return str(NormForm(residual=form.residual, last=form.last, residual_last=form.residual_last))
 
 
 def has_norm_and_activation(words: Words) -> tuple[bool, bool]:
@@ -408,7 +415,8 @@ def call_parts(
         plan: The plan.
         layers: Those of `layers_at`.
         parts: The modules of each layer.
-        beside: x0 and x of a cross, which is the last layer's; none without one.
+        beside: Residuals, gates, and x0 and x of crosses, in the order of layers and of their
+            epilogues.
         keeper: Where a replayed call is kept for `call_again`.
     """
     operands: list[Tensor | None] = []
@@ -431,7 +439,7 @@ def call_parts(
             if tensor is not None and not _is_usual_tensor(tensor, x):
                 return None
         scale: Tensor | None = None
-        if words[9]:
+        if words[10]:
             frozen = frozen_vectors(layer)
             if frozen is None or frozen[2].device != x.device:
                 return None
@@ -440,11 +448,15 @@ def call_parts(
                 if tensor is not None and not _is_usual_tensor(tensor, x):
                     return None
         operands += [weight if reads_weight else None, *found, *vectors, scale]
-    for tensor in beside:
+    # Of each matrix that the layers read beside.
+    columns = [int(words[0]) for words in layers for _ in range(int(words[9]))]
+    if len(columns) != len(beside):
+        return None
+    for tensor, n in zip(beside, columns, strict=True):
         if not _is_usual_tensor(tensor, x) or tensor.dim() != x.dim():
             return None
         # Compared one by one, because sizes may be symbols of a compiler.
-        sizes = (*x.shape[:-1], int(layers[-1][0]))
+        sizes = (*x.shape[:-1], n)
         if any(size != wanted for size, wanted in zip(tensor.shape, sizes, strict=True)):
             return None
         operands.append(tensor if x.dim() == 2 else tensor.reshape(-1, sizes[-1]))

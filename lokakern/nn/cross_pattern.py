@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import fx, nn
 
-_PRODUCTS = (operator.mul, torch.mul, torch.multiply, "mul", "multiply")
-_SUMS = (operator.add, torch.add, "add")
+PRODUCTS = (operator.mul, torch.mul, torch.multiply, "mul", "multiply")
+SUMS = (operator.add, torch.add, "add")
 _READS = (getattr, operator.getitem)  # of attributes and items, which change nothing
 
 
@@ -72,10 +72,10 @@ def _why_not(cross: FoundCross, before: list[fx.Node]) -> str:
 
 def _matches(node: fx.Node, parent: nn.Module) -> Iterator[FoundCross]:
     """The ways to read a sum as a cross; with two layers first."""
-    for product, x in _pairs(node, _SUMS):
+    for product, x in pairs(node, SUMS):
         if len(product.users) > 1 or x is product:
             continue
-        for last, x0 in _pairs(product, _PRODUCTS):
+        for last, x0 in pairs(product, PRODUCTS):
             if x0 is last or not _is_layer(last, parent):
                 continue
             first = last.args[0]
@@ -84,7 +84,7 @@ def _matches(node: fx.Node, parent: nn.Module) -> Iterator[FoundCross]:
             yield FoundCross((last,), x0, x, product, node)
 
 
-def _pairs(node: fx.Node, targets: tuple[object, ...]) -> list[tuple[fx.Node, fx.Node]]:
+def pairs(node: fx.Node, targets: tuple[object, ...]) -> list[tuple[fx.Node, fx.Node]]:
     """The two operands of a function or a method in both orders."""
     is_call = node.op in ("call_function", "call_method") and node.target in targets
     if not is_call or node.kwargs or len(node.args) != 2:

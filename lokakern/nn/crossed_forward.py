@@ -806,10 +806,19 @@ def _wanted(
 
 
 def _replace_tail(graph: fx.Graph, found: FoundTail, plans: fx.Node, place: int) -> None:
-    """Replace a layer with its tail by one call, at the place of the layer."""
-    with graph.inserting_before(found.layer):
+    """Replace a layer with its tail by one call, at the place of the layer.
+
+    Where what a wide tail reads comes later, at that of its end.
+    """
+    arguments, at = found.arguments, found.layer
+    while at is not found.end and at not in arguments:
+        at = at.next
+    with graph.inserting_before(found.layer if at is found.end else found.end):
         plan = graph.call_function(operator.getitem, (plans, place))
-        behind = [name if name.endswith("()") else graph.get_attr(name) for name in found.names]
+        behind = [
+            x if isinstance(x, fx.Node) or x.endswith("()") else graph.get_attr(x)
+            for x in (str(found.layer.target), *arguments)
+        ]
         call = graph.call_function(run_tail, (plan, found.layer.args[0], *behind))
     found.end.replace_all_uses_with(call)
     for node in (*reversed(found.behind), found.layer):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from torch.nn import functional
 from lokakern import scratch
 from lokakern.chain.launches import Matrix, empty_matrix, kernel_on, launcher_of, read_as
 from lokakern.device import current_device
-from lokakern.epilogue import norm_form
+from lokakern.epilogue import ACTIVATIONS, BESIDE, norm_form
 from lokakern.functional.checks import row_major
 from lokakern.functional.norm_checks import aligned_epilogue
 from lokakern.functional.quantize import dequantize
@@ -51,9 +51,9 @@ class LayerOperands(NamedTuple):
         norm_bias: ``[n]``, or None.
         out_scale: Bytes of the static scale of its output, once for each row or for fewer, if that
             depends on the norm's weight or bias (`lokakern.nn.chain_norm`); else None.
-        x0: ``[m, n]``, of DCN's cross ``x0 * y + x``. It and `x` follow the other
-            operands of a layer whose epilogue has a cross, and of no other layer.
-        x: As `x0`.
+        beside: Each ``[m, n]``: what the epilogue reads beside, in its order, such as a residual,
+            a gate, or x0 and x of DCN's cross ``x0 * y + x``. They follow the other operands of all
+            layers.
     """
 
     weight: Tensor | None
@@ -63,13 +63,10 @@ class LayerOperands(NamedTuple):
     norm_weight: Tensor | None
     norm_bias: Tensor | None
     out_scale: Tensor | None
-    x0: Tensor | None = None
-    x: Tensor | None = None
+    beside: tuple[Tensor, ...] = ()
 
 
-CROSS = "cross"
-_BESIDE = 2  # operands of a cross
-WIDTH = len(LayerOperands._fields) - _BESIDE  # operands of a layer without a cross
+WIDTH = len(LayerOperands._fields) - 1  # operands of a layer without those beside
 
 
 class _Step(NamedTuple):
@@ -96,7 +93,8 @@ class _Form(NamedTuple):
     """A layer's epilogue without tensors."""
 
     norm: Norm
-    last: str  # an activation, or a cross
+    last: str  # an activation, a gate or a cross
+    beside: tuple[str, ...]  # words of the epilogue
 
 
 @functools.lru_cache(maxsize=4096)
@@ -144,18 +142,20 @@ def _forms(plan: str) -> tuple[_Form, ...]:
     layers, *_ = read_plan(plan)
     forms = [norm_form(layer.epilogue) for layer in layers]
     return tuple(
-        _Form(form.norm._replace(eps=layer.eps), form.last)
+        _Form(form.norm._replace(eps=layer.eps), form.last, form.beside)
         for form, layer in zip(forms, layers, strict=True)
     )
 
 
 def _operands_of(operands: Sequence[Tensor | None], forms: Sequence[_Form]) -> list[LayerOperands]:
     """The operands of each layer."""
-    found, first = [], 0
-    for form in forms:
-        width = WIDTH + _BESIDE * (form.last == CROSS)
-        found.append(LayerOperands(*operands[first : first + width]))
-        first += width
+    found, after = [], WIDTH * len(forms)
+    for place, form in enumerate(forms):
+        first, count = WIDTH * place, sum(BESIDE[word] for word in form.beside)
+        beside = tuple(x for x in operands[after : after + count] if x is not None)
+        own: Any = operands[first : first + WIDTH]
+        found.append(LayerOperands(*own)._replace(beside=beside))
+        after += count
     return found
 
 
@@ -240,18 +240,26 @@ def _launched(
         right, epilogue = None, NormEpilogue()
         if step.kernel.op == "gemm_norm":
             right = _right(layer, tensors, step.weight, fp8, half)
-            vectors = (tensors.bias, tensors.norm_weight, tensors.norm_bias)
-            is_crossed = form.last == CROSS
-            epilogue = NormEpilogue(form.norm, *vectors, "none" if is_crossed else form.last)
-            if is_crossed:
-                assert tensors.x0 is not None and tensors.x is not None
-                x0, last = (row_major(y.detach(), apart=True) for y in (tensors.x0, tensors.x))
-                epilogue = epilogue._replace(x0=x0, x=last)
-            epilogue = aligned_epilogue(epilogue)
+            epilogue = aligned_epilogue(_epilogue(form, tensors))
         launcher_of(step.kernel, left, right, out, epilogue)(left, out)
         written = out
     assert isinstance(written, Tensor)  # no plan ends in FP8
     return written
+
+
+def _epilogue(form: _Form, tensors: LayerOperands) -> NormEpilogue:
+    vectors = (tensors.bias, tensors.norm_weight, tensors.norm_bias)
+    epilogue = NormEpilogue(form.norm, *vectors, form.last if form.last in ACTIVATIONS else "none")
+    matrices = iter([row_major(x.detach(), apart=True) for x in tensors.beside])
+    for word in form.beside:
+        if word == "gate":
+            epilogue = epilogue._replace(gate=next(matrices))
+        elif word == "cross":
+            epilogue = epilogue._replace(x0=next(matrices), x=next(matrices))
+        else:
+            is_last = word == "residual_last"
+            epilogue = epilogue._replace(residual=next(matrices), residual_last=is_last)
+    return epilogue
 
 
 def _spread(written: Matrix, scales: Granularity, known: str | Tensor) -> Matrix:
@@ -321,7 +329,9 @@ def _unquantized(x: Tensor, layer: ChainLayer, form: _Form, tensors: LayerOperan
     """A layer in torch's operators, as its modules compute it."""
     weight, shift, norm, columns = tensors.norm_weight, tensors.norm_bias, form.norm, (layer.n,)
     given = _weight(layer, tensors, fp8_on(x.device), x.dtype)
-    y = functional.linear(x, given, tensors.bias)
+    y, beside = functional.linear(x, given, tensors.bias), iter(tensors.beside)
+    if "residual" in form.beside:
+        y = y + next(beside)
     if norm.kind == "layer":
         y = functional.layer_norm(y, columns, weight, shift, norm.eps)
     else:
@@ -332,10 +342,13 @@ def _unquantized(x: Tensor, layer: ChainLayer, form: _Form, tensors: LayerOperan
         if weight is not None and norm.kind != "rms":
             y = y * weight
         y = y if shift is None else y + shift
-    if form.last == CROSS:
-        assert tensors.x0 is not None and tensors.x is not None
-        return tensors.x0 * y + tensors.x
-    return y if form.last == "none" else _ACTIVATIONS[form.last](y)
+    if form.last == "cross":
+        y = next(beside) * y + next(beside)
+    elif form.last == "gate":
+        y = next(beside) * torch.sigmoid(y)
+    elif form.last != "none":
+        y = _ACTIVATIONS[form.last](y)
+    return y + next(beside) if "residual_last" in form.beside else y
 
 
 def _quantized_chain_fake(

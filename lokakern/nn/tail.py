@@ -1,5 +1,9 @@
 """Tails: the norm and the activation that a forward calls behind a linear layer.
 
+In chains of inference a residual may be added before the norm or at the end, and instead of the
+activation a gate be multiplied: ``norm(layer(x) + x)``, ``x + relu(norm(layer(x)))``,
+``gate * sigmoid(norm(layer(x)))``. Such a tail is *wide*: it reads matrices beside.
+
 They show in the graph of the forward, where `lokakern.nn.crossed_forward` replaces the layer and
 its tail by a call of `run_tail`. In inference this call may run all three as a chain
 (`lokakern.nn.chain_call`). In compiled code it has the relu in the product
@@ -9,14 +13,17 @@ its tail by a call of `run_tail`. In inference this call may run all three as a 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 from torch.compiler import is_compiling
+from torch.nn import functional
 from torch.nn.functional import hardswish, relu, silu
 
+from lokakern.epilogue import NormForm
 from lokakern.nn.block_rms_norm import BlockRMSNorm
 from lokakern.nn.chain_call import (
     Keeper,
@@ -25,7 +32,6 @@ from lokakern.nn.chain_call import (
     call_again,
     call_parts,
     has_no_launch,
-    has_norm_and_activation,
     has_own_call,
     is_idle_at,
     is_part,
@@ -35,6 +41,7 @@ from lokakern.nn.chain_call import (
     static_rows,
     words_of_plan,
 )
+from lokakern.nn.cross_pattern import PRODUCTS, SUMS, pairs
 from lokakern.nn.joined import (
     ACTIVATIONS,
     NORMS,
@@ -54,9 +61,13 @@ _FUNCTIONS: dict[Any, str] = {
     hardswish: "hardswish", silu: "silu",
 }  # fmt: skip
 _OF_FUNCTION = "()"  # behind the name
-_CLASSES = {name: kind for kind, name in ACTIVATIONS.items()}
+_CLASSES = {name: kind for kind, name in ACTIVATIONS.items()} | {"sigmoid": nn.Sigmoid}
+_SIGMOIDS = (torch.sigmoid, functional.sigmoid, "sigmoid")
+# In a wide tail, each before the matrix that it reads.
+_ADD, _MUL = "add()", "mul()"
 NORMS_OF_TAILS = (*NORMS, BlockRMSNorm)
 _SEQUENCES = (nn.Sequential, BoundedSequential)
+_NORM = "norm"
 
 
 class Tail(NamedTuple):
@@ -65,7 +76,8 @@ class Tail(NamedTuple):
     Attributes:
         names: Names of the layer, the norm and the activation in the module, the latter two if they
             are there; of a function "relu()"; or of the layer and an `nn.Sequential` that begins
-            with them. Of a chain of several layers those of all.
+            with them; of a wide one also "add()", "sigmoid()" and "mul()". Of a chain of several
+            layers those of all.
         rectified: The route of products that apply a relu, or "".
         joined: What is behind the layer whose gradients one op computes, or "".
         chain: The plan of a chain (`lokakern.nn.chain_plan`) of the layer and its tail, or "".
@@ -88,7 +100,7 @@ class Tail(NamedTuple):
         found, place = [], 0
         for words in words_of_plan(self.chain) if self.chain else ():
             found.append(self.names[place])
-            place += 1 + sum(has_norm_and_activation(words))
+            place += 1 + len(_kinds_of(words))
         return tuple(found)
 
 
@@ -97,7 +109,8 @@ class FoundTail(NamedTuple):
 
     Attributes:
         layer: The call of the layer.
-        behind: The calls of its tail; each reads the one before, which nothing else reads.
+        behind: The calls of its tail; each reads the one before, which nothing else reads, and of a
+            wide one some read a matrix beside.
     """
 
     layer: fx.Node
@@ -113,6 +126,21 @@ class FoundTail(NamedTuple):
         """As of `Tail`."""
         return (str(self.layer.target), *map(_name_of, self.behind))
 
+    @property
+    def is_wide(self) -> bool:
+        """Whether it reads matrices beside."""
+        return any(_name_of(node) in (_ADD, _MUL) for node in self.behind)
+
+    @property
+    def arguments(self) -> list[str | fx.Node]:
+        """Names of the tail, as of `Tail`, with the matrices that it reads."""
+        found: list[str | fx.Node] = []
+        for before, node in zip((self.layer, *self.behind), self.behind, strict=False):
+            found.append(_name_of(node))
+            if found[-1] in (_ADD, _MUL):
+                found.append(next(x for x in node.all_input_nodes if x is not before))
+        return found
+
 
 def planned_tails(
     found: Sequence[FoundTail], module: nn.Module, *, has_relus: bool, is_joined: bool
@@ -126,6 +154,7 @@ def planned_tails(
         is_joined: Whether one op may compute gradients.
     """
     planned = []
+    found = [tail for tail in found if not tail.is_wide]
     for names in dict.fromkeys(tail.names for tail in found):
         alike = [tail for tail in found if tail.names == names]
         layer = module.get_submodule(names[0])
@@ -141,21 +170,44 @@ def planned_tails(
     return planned
 
 
-def run_tail(plan: str, x: Tensor, layer: nn.Module, *behind: nn.Module | str) -> Tensor:
+def run_tail(plan: str, x: Tensor, layer: nn.Module, *behind: nn.Module | str | Tensor) -> Tensor:
     """The output of a layer and its tail, by a plan where it holds.
 
-    In eager mode that is a chain: anything else would take the host longer than it saves.
+    What is behind has each matrix that a wide tail reads after the name of its call. In eager mode
+    the plan is a chain: anything else would take the host longer than it saves.
     """
+    calls, beside = _split(behind)
     if plan:
-        done = _run_chain(plan, x, layer, behind)
-        if done is None and is_compiling():
-            done = _run_planned(plan, x, layer, behind)
+        done = _run_chain(plan, x, layer, calls, beside)
+        if done is None and is_compiling() and not beside:
+            done = _run_planned(plan, x, layer, calls)
         if done is not None:
             return done
     y: Tensor = layer(x)
-    for each in behind:
-        y = _apply(each, y) if isinstance(each, str) else each(y)
+    rest = iter(beside)
+    for each in calls:
+        if not isinstance(each, str):
+            y = each(y)
+        elif each == _ADD:
+            y = y + next(rest)
+        elif each == _MUL:
+            y = y * next(rest)
+        else:
+            y = _apply(each, y)
     return y
+
+
+def _split(
+    behind: Sequence[nn.Module | str | Tensor],
+) -> tuple[tuple[nn.Module | str, ...], tuple[Tensor, ...]]:
+    """The calls behind a layer, and the matrices that they read."""
+    calls: list[Any] = []
+    beside: list[Any] = []
+    is_read = False
+    for each in behind:
+        (beside if is_read else calls).append(each)
+        is_read = not is_read and isinstance(each, str) and each in (_ADD, _MUL)
+    return tuple(calls), tuple(beside)
 
 
 def can_run(tail: Tail, module: nn.Module) -> bool:
@@ -172,12 +224,14 @@ def parts_of(tail: Tail, module: nn.Module) -> list[Part]:
 
 
 def modules_behind(names: Sequence[str], parent: nn.Module) -> list[nn.Module] | None:
-    """The modules behind a layer, by the names of a tail, of functions one alike.
+    """The norm and activation behind a layer, by the names of a tail, of functions one alike.
 
     None if a sequence is behind it, of which a chain would run a part.
     """
     behind: list[nn.Module] = []
-    for name in names[1:]:
+    for name, after in itertools.pairwise((*names[1:], "")):
+        if name in (_ADD, _MUL) or after == _MUL:  # a sigmoid before it
+            continue
         if name.endswith(_OF_FUNCTION):
             behind.append(_CLASSES[name.removesuffix(_OF_FUNCTION).removesuffix("_")]())
         else:
@@ -185,9 +239,20 @@ def modules_behind(names: Sequence[str], parent: nn.Module) -> list[nn.Module] |
     return None if any(type(x) in _SEQUENCES for x in behind) else behind
 
 
+def beside_in(names: Sequence[str]) -> NormForm:
+    """What a wide tail of one layer reads beside, by its names."""
+    behind = names[1:]
+    if not behind:  # the last layer of a run
+        return NormForm()
+    is_first = behind[0] == _ADD
+    last = "gate" if _MUL in behind else "none"
+    return NormForm(residual=is_first, last=last, residual_last=behind[-1] == _ADD and not is_first)
+
+
 def _run_chain(
-    plan: str, x: Tensor, layer: nn.Module, behind: Sequence[nn.Module | str]
-) -> Tensor | None:
+    plan: str, x: Tensor, layer: nn.Module, behind: Sequence[nn.Module | str],
+    beside: tuple[Tensor, ...],
+) -> Tensor | None:  # fmt: skip
     """`run_tail` by a chain, or None where there is none that holds."""
     _, _, *chains = plan.split("\0")  # those of earlier versions have two words
     chain = chains[0] if chains else ""
@@ -201,7 +266,7 @@ def _run_chain(
         if is_idle or not is_linear(layer):
             return None
         among = tuple([each for each in behind if not isinstance(each, str)])
-        found, _ = call_again(layer, x, chain, among)
+        found, _ = call_again(layer, x, chain, among, beside)
         if found is not None:
             return found
         keeper = Keeper(layer, among, 0, len(among))
@@ -209,7 +274,7 @@ def _run_chain(
         return None
     words = layers_at(x, chain)
     parts = _chain_parts([layer, *behind], words)
-    return call_parts(x, chain, words, parts, (), keeper) if parts else None
+    return call_parts(x, chain, words, parts, beside, keeper) if parts else None
 
 
 def _chain_parts(modules: Sequence[nn.Module | str], words: Sequence[list[str]]) -> list[Part]:
@@ -217,19 +282,21 @@ def _chain_parts(modules: Sequence[nn.Module | str], words: Sequence[list[str]])
     parts: list[Part] = []
     rest = list(modules)
     for known in words:
-        has_norm, has_activation = has_norm_and_activation(known)
-        count = 1 + has_norm + has_activation
-        if len(rest) < count:
+        kinds = _kinds_of(known)
+        if len(rest) < 1 + len(kinds):
             return []
-        layer, *behind = rest[:count]
-        rest = rest[count:]
-        norm = behind[0] if has_norm else None
-        if isinstance(layer, str) or not is_linear(layer) or isinstance(norm, str):
+        layer, *behind = rest[: 1 + len(kinds)]
+        rest = rest[1 + len(kinds) :]
+        if isinstance(layer, str) or not is_linear(layer):
             return []
-        if norm is not None and type(norm) not in NORMS_OF_TAILS:
-            return []
-        if has_activation and not _applies(behind[-1], known[6]):
-            return []
+        norm = None
+        for kind, each in zip(kinds, behind, strict=True):
+            if kind == _NORM:
+                if isinstance(each, str) or type(each) not in NORMS_OF_TAILS:
+                    return []
+                norm = each
+            elif not _applies(each, kind):
+                return []
         part: Part = (layer, norm, known[6])
         if not is_part(part, known):
             return []
@@ -237,8 +304,23 @@ def _chain_parts(modules: Sequence[nn.Module | str], words: Sequence[list[str]])
     return [] if rest else parts
 
 
+def _kinds_of(words: list[str]) -> list[str]:
+    """What a layer of a plan calls behind the product, in order."""
+    last = words[6].split("+")
+    found = ["add"] if last[0] == "residual" else []
+    found += [_NORM] if words[3] != "none" else []
+    for word in last:
+        if word == "gate":
+            found += ["sigmoid", "mul"]
+        elif word == "residual_last":
+            found.append("add")
+        elif word not in ("residual", "none"):
+            found.append(word)
+    return found
+
+
 def _applies(activation: nn.Module | str, name: str) -> bool:
-    """Whether a module without hooks, or a function, is an activation."""
+    """Whether a module without hooks, or a function, is an activation, or another call."""
     if isinstance(activation, str):
         return activation.removesuffix(_OF_FUNCTION).removesuffix("_") == name
     return type(activation) is _CLASSES.get(name) and is_plain_call(activation)
@@ -275,6 +357,8 @@ def _run_planned(
 
 def _apply(function: str, y: Tensor) -> Tensor:
     is_in_place = function.endswith("_()")
+    if function == "sigmoid()":
+        return torch.sigmoid(y)
     if function.startswith("relu"):
         return relu(y, inplace=is_in_place)
     if function.startswith("silu"):
@@ -283,21 +367,20 @@ def _apply(function: str, y: Tensor) -> Tensor:
 
 
 def tails_in(graph: fx.Graph, parent: nn.Module) -> list[FoundTail]:
-    """The layers of a graph with their tails.
+    """The layers of a graph with their tails, and with wide ones.
 
     Those are left out where something comes between that may write to a tensor, because a tail
     moves to the place of its layer.
     """
-    nodes = list(graph.nodes)
-    places = {node: place for place, node in enumerate(nodes)}
-    found = []
-    for node in nodes:
-        behind = _behind(node, parent) if _called(node, parent) in LINEARS_OF_ANY else ()
-        if behind:
-            between = nodes[places[node] + 1 : places[behind[-1]]]
-            if all(other in behind or _may_follow(other, parent) for other in between):
-                found.append(FoundTail(node, behind))
-    return found
+    layers = [node for node in graph.nodes if _called(node, parent) in LINEARS_OF_ANY]
+    found = [FoundTail(layer, _behind(layer, parent)) for layer in layers]
+    wide = [FoundTail(layer, _widely_behind(layer, parent)) for layer in layers]
+    taken: set[fx.Node] = set()
+    for tail in sorted(wide, key=lambda tail: -len(tail.behind)):  # two may share a sum
+        if taken.isdisjoint(tail.behind):
+            found.append(tail)
+            taken.update(tail.behind)
+    return [tail for tail in found if tail.behind and joined_run([tail], parent) is not None]
 
 
 def runs_of(found: Sequence[FoundTail], parent: nn.Module) -> list[list[FoundTail]]:
@@ -340,15 +423,34 @@ def wanted_tails(
     graph: fx.Graph, parent: nn.Module, names: Collection[tuple[str, ...]]
 ) -> list[FoundTail]:
     """The tails of a graph, and runs of them, that have these names."""
-    found = tails_in(graph, parent)
-    runs = [
-        joined
-        for run in runs_of(found, parent)
-        for start in range(len(run))
-        for stop in range(start + 2, len(run) + 1)
-        if (joined := joined_run(run[start:stop], parent)) is not None
-    ]
-    return [tail for tail in (*found, *runs) if tail.names in names]
+    found = [
+        FoundTail(node, behind)
+        for node in graph.nodes if _called(node, parent) in LINEARS_OF_ANY
+        for wanted in names
+        if wanted[0] == node.target and (behind := _followed(node, wanted[1:], parent))
+    ]  # fmt: skip
+    return [tail for tail in found if joined_run([tail], parent) is not None]
+
+
+def _followed(layer: fx.Node, names: Sequence[str], parent: nn.Module) -> tuple[fx.Node, ...]:
+    """The calls behind a layer that have these names; none without them."""
+    behind: list[fx.Node] = []
+    for name in names:
+        end = behind[-1] if behind else layer
+        reader = _reader(end) or _combined(end, SUMS) or _combined(end, PRODUCTS)
+        if reader is None or _name_of(reader) != name or not _may_be_behind(reader, parent):
+            return ()
+        behind.append(reader)
+    return tuple(behind)
+
+
+def _may_be_behind(node: fx.Node, parent: nn.Module) -> bool:
+    """Whether a node may be a part of a tail, or the next layer."""
+    kind = _called(node, parent)
+    if kind in _SEQUENCES:
+        return _first(parent.get_submodule(str(node.target))) != (None, "none")
+    is_known = kind in NORMS_OF_TAILS or kind in LINEARS_OF_ANY or _is_sigmoid(node, parent)
+    return is_known or bool(_activation(node, parent)) or _name_of(node) in (_ADD, _MUL)
 
 
 def _behind(layer: fx.Node, parent: nn.Module) -> tuple[fx.Node, ...]:
@@ -364,6 +466,46 @@ def _behind(layer: fx.Node, parent: nn.Module) -> tuple[fx.Node, ...]:
         norm, activation = _first(parent.get_submodule(str(reader.target)))
         return () if norm is None and activation == "none" else (reader,)
     return (reader,) if _activation(reader, parent) else ()
+
+
+def _widely_behind(layer: fx.Node, parent: nn.Module) -> tuple[fx.Node, ...]:
+    """The calls of a wide tail behind a layer; none without one."""
+    behind, end = [], layer
+
+    def take(*nodes: fx.Node | None) -> bool:
+        nonlocal end
+        found = [node for node in nodes if node is not None]
+        if len(found) == len(nodes):
+            behind.extend(found)
+            end = found[-1]
+        return len(found) == len(nodes)
+
+    has_residual = take(_combined(end, SUMS))
+    reader = _reader(end)
+    if reader is not None and _called(reader, parent) in NORMS_OF_TAILS and take(reader):
+        reader = _reader(end)
+    is_gated = False
+    if reader is not None and _activation(reader, parent):
+        take(reader)
+    elif reader is not None and _is_sigmoid(reader, parent):
+        is_gated = take(reader, _combined(reader, PRODUCTS))
+    has_residual = has_residual or take(_combined(end, SUMS))
+    return tuple(behind) if has_residual or is_gated else ()
+
+
+def _is_sigmoid(node: fx.Node, parent: nn.Module) -> bool:
+    if node.op in ("call_function", "call_method"):
+        return node.target in _SIGMOIDS and not node.kwargs
+    return _called(node, parent) is nn.Sigmoid
+
+
+def _combined(node: fx.Node, targets: tuple[object, ...]) -> fx.Node | None:
+    """The only reader of a value, if it adds another one of the forward, or multiplies with it."""
+    if len(node.users) != 1:
+        return None
+    (reader,) = node.users
+    others = [x for own, x in pairs(reader, targets) if own is node and x is not node]
+    return reader if others and others[0].op != "get_attr" else None
 
 
 def _reader(node: fx.Node) -> fx.Node | None:
@@ -401,6 +543,9 @@ def _function_of(node: fx.Node) -> str:
 def _name_of(node: fx.Node) -> str:
     if node.op == "call_module":
         return str(node.target)
+    for name, targets in (("add", SUMS), ("mul", PRODUCTS), ("sigmoid", _SIGMOIDS)):
+        if node.target in targets:
+            return name + _OF_FUNCTION
     return _function_of(node) + _OF_FUNCTION
 
 

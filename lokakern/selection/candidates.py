@@ -444,8 +444,8 @@ def errors_or_reason(kernel: KernelRow, problem: Problem, evidence: Evidence) ->
     """Largest bounds of a kernel's numerics class, or why there are none.
 
     Errors measured here at the problem come first, then those at another n, or k of a quantizer,
-    then imported ones. A product with a cross that is not FP8 has the errors of the product alone,
-    where no others are known: no suite measures errors of crosses.
+    then imported ones. A product with a cross, residual or gate that is not FP8 has the errors of
+    the product alone, where no others are known: these are left out of stored errors.
     """
     from lokakern.registry.schema.row_keys import key_of
 
@@ -472,8 +472,8 @@ def errors_or_reason(kernel: KernelRow, problem: Problem, evidence: Evidence) ->
         if isinstance(heard, Bounds) and heard.errors["row_err"] > found.errors["row_err"]:
             words = f"row_err {heard.errors['row_err']:.4g} on {heard.worst_distribution}"
             found = replace(found, set_aside=words)
-    is_cross = problem.op == "gemm_norm" and norm_form(problem.epilogue).last == "cross"
-    is_product = is_cross and stored.epilogue == "none"
+    is_wide = problem.op == "gemm_norm" and bool(norm_form(problem.epilogue).beside)
+    is_product = is_wide and stored.epilogue == "none"
     is_known = not isinstance(found, str) or is_tried(kernel, asked, evidence)
     if is_product and not is_known and not stored.out_format.is_fp8:
         alone = errors_or_reason(kernel, replace(stored, op="gemm"), evidence)

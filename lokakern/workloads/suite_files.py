@@ -44,8 +44,9 @@ quantized with 1x128 scales for both gradients behind it, in one kernel. ``activ
 activation (relu, hardswish or silu) and rowwise quantization of X in one kernel. ``chain`` is the
 layer with its epilogue in op gemm_norm, in the formats between which a chain of layers chooses: X
 unquantized, with rowwise and with 1x128 scales, the output likewise, or with a static scale where a
-norm bounds it. An epilogue is a bias, a norm (layer, rms or block_rms(columns), with affine), and
-an activation or a cross, joined by +, such as "bias+relu" or "bias+cross". The default is gemm,
+norm bounds it. An epilogue is a bias, a residual, a norm (layer, rms or block_rms(columns), with
+affine), an activation, a gate or a cross, and a residual_last, joined by +, such as "bias+relu",
+"bias+cross" or "bias+layer+affine+relu+residual_last". The default is gemm,
 prepared and quantize; for a batch gemm, because no quantized form has batches. ``bias`` applies to
 gemm and prepared. A scaled GEMM writes bfloat16, and activate and cross_gradient read it, so that
 layers in float16 and float32 have none of them, and chain takes no float32.
@@ -371,15 +372,9 @@ def _epilogue(value: object, n: int, forms: tuple[str, ...], where: str) -> str:
     if not value:
         return ""
     try:
-        form = norm_form(value)
-        form.norm.span(n)
+        norm_form(value).norm.span(n)
     except (UnknownNameError, ShapeError) as error:
         raise SuiteError(f"{where}: epilogue is {shown(value)}: {error}") from None
-    if form.residual or form.residual_last or form.last not in (*ACTIVATIONS, "cross"):
-        raise SuiteError(
-            f"{where}: epilogue is {shown(value)}; a layer of a chain reads no residual and no "
-            "gate beside X"
-        )
     return value
 
 

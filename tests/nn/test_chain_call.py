@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import pickle
 import weakref
@@ -16,15 +17,19 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lokakern import mods
+from lokakern import mods, numerics
+from lokakern.errors import UnsupportedError
 from lokakern.native import NATIVE
 from lokakern.nn import chain_call, routed_chain
 from lokakern.nn.adoption import Chosen, apply_choice, remove_choice
+from lokakern.nn.chain_plan import ChainLayer, plan_text
 from lokakern.nn.crossed_forward import set_crosses
 from lokakern.nn.linear import Linear
 from lokakern.nn.linear_norm_act import LinearNormAct
 from lokakern.nn.routed_matmul import in_dtype
 from lokakern.nn.static_handoff import remove_handoff, set_handoff
+from lokakern.nn.tail import Tail
+from lokakern.types import Granularity
 from tests.nn.test_crossed_forward import FULL, KINDS, Full, LowRank, N, crossed
 from tests.nn.test_crossed_forward import rows as cross_rows
 from tests.nn.test_routed_chain import BY_ROWS, PLAN, layer_of, plan_of, plan_of_one
@@ -671,6 +676,82 @@ def test_a_cross_of_an_undone_layer(calls: list[Any], warm: list[int]) -> None:
     assert all("_chain_recipes" not in vars(m) for m in copy.deepcopy(model).modules())
     model.down.drop_chain_weights()
     assert model.down._chain_recipes is None
+
+
+# --- residuals and gates
+
+
+class Wide(nn.Module):
+    """Two layers: a residual behind the first one, and before and behind the gate of the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.second = Linear(K, K), nn.LayerNorm(K), Linear(K, K)
+
+    def forward(self, x: Tensor, r: Tensor, gate: Tensor) -> Tensor:
+        y = r + torch.relu(self.norm(self.first(x)))
+        return torch.sigmoid(self.second(y) + x) * gate
+
+
+WIDE = Tail(
+    ("first", "norm", "relu()", "add()", "second", "add()", "sigmoid()", "mul()"), "", "",
+    plan_text(
+        [ChainLayer(K, K, "bias+layer+affine+relu+residual_last", 1e-5, Granularity.ROW),
+         ChainLayer(K, K, "bias+residual+gate", 1e-5, Granularity.ROW)],
+        [(0, ()), (16, BY_ROWS)], [(0, ()), (16, BY_ROWS)],
+    ),
+)  # fmt: skip
+
+
+def wide() -> Wide:
+    model = Wide().bfloat16().eval().requires_grad_(False)
+    set_crosses(model, (), tails=[WIDE])
+    return model
+
+
+def test_warm_calls_with_residuals_and_gates(calls: list[Any], warm: list[int]) -> None:
+    model, (x, r, gate) = wide(), (rows(seed=seed) for seed in range(3))
+    exact = Wide.forward(copy.deepcopy(model).double(), *(y.double() for y in (x, r, gate)))
+    for given in ((x, r, gate), (x, x, x), (x, r, r), (x.view(2, -1, K),) * 3):
+        expected = in_python(model, *given)
+        if given[1] is r and given[2] is gate:
+            assert numerics.measure_errors(expected, exact).row_err < 0.06
+        warmed(model, *given, calls=calls)
+        count = warm[0]
+        assert torch.equal(model(*given), expected) and warm[0] == count + 1
+        assert torch.equal(
+            model(*(y + 1 for y in given)), in_python(model, *(y + 1 for y in given))
+        )
+
+
+def test_other_residuals_run_the_modules(calls: list[Any], warm: list[int]) -> None:
+    model, (x, r, gate) = wide(), (rows(seed=seed) for seed in range(3))
+    warmed(model, x, r, gate, calls=calls)
+    del calls[:]
+    own = functools.partial(Wide.forward, model)
+    for given in (
+        (x, r[:1], gate), (x, r, gate[:, :1]), (x, r, gate.float()), (x, r, gate.double()),
+        (x, r.view(1, *r.shape), gate), (x, r, gate.half()),
+    ):  # fmt: skip
+        assert torch.equal(model(*given), own(*given)) and not calls
+    with torch.enable_grad():
+        assert model(x, r.clone().requires_grad_(), gate).requires_grad and not calls
+    strided = torch.cat([r, r], 1)[:, 1 : K + 1]
+    assert torch.equal(model(x, strided, gate), model(x, strided.clone(), gate)) and len(calls) > 0
+
+
+def test_a_plan_with_a_residual_is_refused_elsewhere(calls: list[Any]) -> None:
+    model = Wide().bfloat16()
+    for names in (WIDE.names[:-2], (*WIDE.names[:-1], "add()"), WIDE.names[:3] + WIDE.names[4:]):
+        with pytest.raises(UnsupportedError, match="cannot run"):
+            set_crosses(model, (), tails=[WIDE._replace(names=names)])
+    swapped = (*WIDE.names[:4], "second", "add()", "mul()", "sigmoid()")
+    with pytest.raises(UnsupportedError, match="cannot run"):
+        set_crosses(model, (), tails=[WIDE._replace(names=swapped)])
+    modules = nn.Sequential(Linear(K, K), nn.LayerNorm(K), nn.ReLU())
+    with pytest.raises(UnsupportedError, match="cannot begin"):
+        chained(modules, WIDE.chain)
 
 
 # --- compilers

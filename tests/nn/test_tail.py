@@ -123,7 +123,8 @@ def trained_by(run: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor) -> 
 
 
 def names_in(run: Callable[[Any, Tensor], Any]) -> list[tuple[str, ...]]:
-    return [tail.names for tail in found_tails(Block(run).bfloat16())]
+    tails = found_tails(Block(run).bfloat16())
+    return [tail.names for tail in tails if not tail.is_wide]
 
 
 def of_modules(s: Any, x: Tensor) -> Any:

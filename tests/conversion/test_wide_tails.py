@@ -1,0 +1,372 @@
+"""Chains with residuals and gates of a forward: found, chosen by rows, run, left and told."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lokakern import numerics
+from lokakern.chain.candidates import Layer
+from lokakern.conversion.convert import Conversion
+from lokakern.nn.crossed_forward import crossed_of
+from lokakern.selection import dispatcher
+from lokakern.types import Format
+from lokakern.workloads.suite_files import suite_from_file
+from tests.conversion.test_chain_spans import is_chained
+from tests.conversion.test_chains import NARROW, WIDE
+from tests.conversion.test_tail_chains import convert
+from tests.conversion.test_tuned_chains import kept, tuned
+from tests.support.chain_rows import fp8_rows, layer_rows, plain_rows
+from tests.support.measurements import BF16, Book, gemm, time
+
+PLAIN, FP8 = {512: 20.0, 2048: 60.0}, {512: 5.0, 2048: 15.0}
+Run = Callable[[Any, Tensor], Tensor]
+
+
+class Net(nn.Module):
+    """A layer with a norm, and two of an MLP, in a forward that a test gives."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.run = run
+        self.fc, self.norm, self.relu = nn.Linear(512, 512), nn.LayerNorm(512), nn.ReLU()
+        self.wide, self.narrow = nn.Linear(512, 1024), nn.Linear(1024, 512)
+        self.sigmoid, self.shift = nn.Sigmoid(), nn.Parameter(torch.ones(512))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self, x)
+
+
+def behind(net: Any, x: Tensor) -> Tensor:
+    return x + net.relu(net.norm(net.fc(x)))  # type: ignore[no-any-return]
+
+
+def as_method(net: Any, x: Tensor) -> Tensor:
+    return net.norm(net.fc(x)).relu().add(x)  # type: ignore[no-any-return]
+
+
+def before(net: Any, x: Tensor) -> Tensor:
+    return F.silu(net.norm(torch.add(net.fc(x), x)))
+
+
+def before_alone(net: Any, x: Tensor) -> Tensor:
+    return net.norm(x + net.fc(x))  # type: ignore[no-any-return]
+
+
+def gated(net: Any, x: Tensor) -> Tensor:
+    return (2 * x) * torch.sigmoid(net.norm(net.fc(x)))
+
+
+def by_module(net: Any, x: Tensor) -> Tensor:
+    return net.sigmoid(net.fc(x)).mul(x)  # type: ignore[no-any-return]
+
+
+def in_a_highway(net: Any, x: Tensor) -> Tensor:
+    return x + x * net.fc(x).sigmoid()  # type: ignore[no-any-return]
+
+
+def gated_sum(net: Any, x: Tensor) -> Tensor:
+    return x * torch.sigmoid(net.norm(net.fc(x) + 2 * x))
+
+
+def product(net: Any, x: Tensor) -> Tensor:
+    return net.fc(x) + x  # type: ignore[no-any-return]
+
+
+def computed_later(net: Any, x: Tensor) -> Tensor:
+    y = net.norm(net.fc(x))
+    return y + F.gelu(x)  # type: ignore[no-any-return]
+
+
+def no_norm(net: Any, x: Tensor) -> Tensor:
+    return F.relu(net.fc(x)) + x
+
+
+PATTERNS: dict[Run, str] = {
+    behind: "bias+layer+affine+relu+residual_last",
+    as_method: "bias+layer+affine+relu+residual_last",
+    before: "bias+residual+layer+affine+silu",
+    before_alone: "bias+residual+layer+affine",
+    gated: "bias+layer+affine+gate",
+    by_module: "bias+gate",
+    in_a_highway: "bias+gate+residual_last",
+    gated_sum: "bias+residual+layer+affine+gate",
+    product: "bias+residual",
+    computed_later: "bias+layer+affine+residual_last",
+    no_norm: "bias+relu+residual_last",
+}
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> Iterator[Book]:
+    yield Book(tmp_path / "rows.sqlite")
+    dispatcher.use_snapshot(None)
+
+
+@pytest.fixture(autouse=True)
+def _reset() -> None:
+    torch._dynamo.reset()
+
+
+def measure(book: Book, *epilogues: str, fp8: dict[int, float] = FP8) -> None:
+    """Rows of layers of 512 x 512, and of their product unquantized."""
+    layers = [Layer(512, 512, epilogue) for epilogue in epilogues]
+    found = [row for x in layers for row in layer_rows(x, PLAIN, fp8)]
+    book.write(*found, *(time(BF16, gemm(m, 512, 512), us - 2) for m, us in PLAIN.items()))
+
+
+def made(run: Run) -> Net:
+    return Net(run).bfloat16().eval().requires_grad_(False)
+
+
+def epilogues_of(handle: Conversion) -> list[str]:
+    return [x.epilogue for span in handle.spans for chain in span.plan.chains for x in chain.layers]
+
+
+def rows(m: int = 512) -> Tensor:
+    return torch.randn(m, 512, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+
+@pytest.mark.parametrize("run", PATTERNS)
+def test_a_residual_or_a_gate_is_a_part_of_a_chain(run: Run, book: Book) -> None:
+    measure(book, PATTERNS[run])
+    model, x = made(run), rows()
+    plain, exact = model(x), copy.deepcopy(model).double()(x.double())
+    handle = convert(model, 0.06)
+    assert epilogues_of(handle) == [PATTERNS[run]]
+    assert f"chain of 1 layer (512 x 512 {PATTERNS[run]}): " in handle.explain("fc")
+    assert is_chained(model)
+    eager = model(x)
+    assert numerics.measure_errors(eager, exact).row_err < 0.06
+    assert not torch.equal(eager, plain) and torch.equal(model(x), eager)
+    three = model(x.view(2, 256, 512))
+    assert torch.equal(three, eager.view(2, 256, 512))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=False)
+    assert is_chained(compiled) and torch.equal(compiled(x), eager)
+    assert not is_chained(model, 100) and not is_chained(compiled, 100)
+    handle.undo()
+    assert torch.equal(model(x), plain) and "forward" not in vars(model)
+
+
+@pytest.mark.parametrize("run", PATTERNS)
+def test_the_op_computes_a_dynamic_m_as_the_modules(run: Run, book: Book) -> None:
+    measure(book, PATTERNS[run])
+    model = made(run)
+    plain = model(rows(100))
+    convert(model, 0.06)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
+    assert torch.equal(compiled(rows(512)), model(rows(512)))
+    assert torch.equal(compiled(rows(100)), plain)
+
+
+def with_row(net: Any, x: Tensor) -> Tensor:
+    return net.relu(net.norm(net.fc(x))) + x[:1]  # type: ignore[no-any-return]
+
+
+def with_column(net: Any, x: Tensor) -> Tensor:
+    return net.relu(net.norm(net.fc(x))) + x[:, :1]  # type: ignore[no-any-return]
+
+
+def in_float32(net: Any, x: Tensor) -> Tensor:
+    return net.relu(net.norm(net.fc(x))) + x.float()  # type: ignore[no-any-return]
+
+
+def by_a_number(net: Any, x: Tensor) -> Tensor:
+    return net.relu(net.norm(net.fc(x))) + x.shape[0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("run", [with_row, with_column, in_float32, by_a_number])
+def test_what_is_not_like_the_output_runs_the_modules(run: Run, book: Book) -> None:
+    measure(book, PATTERNS[behind])
+    model, x = made(run), rows()
+    plain = model(x)
+    handle = convert(model, 0.06)
+    assert epilogues_of(handle) == [PATTERNS[behind]]
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=False)
+    for call in (model, compiled):
+        y = call(x)
+        assert torch.equal(y, plain) and y.dtype is plain.dtype and not is_chained(call)
+
+
+def test_other_calls_are_no_residuals(book: Book) -> None:
+    def parameter(net: Any, x: Tensor) -> Tensor:
+        return net.norm(net.fc(x)) + net.shift  # type: ignore[no-any-return]
+
+    def scaled(net: Any, x: Tensor) -> Tensor:
+        return torch.add(net.norm(net.fc(x)), x, alpha=2)
+
+    def number(net: Any, x: Tensor) -> Tensor:
+        return net.norm(net.fc(x)) + 1.0  # type: ignore[no-any-return]
+
+    def in_place(net: Any, x: Tensor) -> Tensor:
+        y = net.norm(net.fc(x))
+        y += x
+        return y  # type: ignore[no-any-return]
+
+    def twice(net: Any, x: Tensor) -> Tensor:
+        y = net.norm(net.fc(x))
+        return y + y  # type: ignore[no-any-return]
+
+    def read(net: Any, x: Tensor) -> Tensor:
+        y = net.norm(net.fc(x))
+        return (y + x) * y  # type: ignore[no-any-return]
+
+    def dropped(net: Any, x: Tensor) -> Tensor:
+        return F.dropout(net.norm(net.fc(x)), 0.5, net.training) + x
+
+    def written(net: Any, x: Tensor) -> Tensor:
+        seen = x * 1.0
+        y = net.norm(net.fc(x))
+        seen.add_(1.0)
+        return y + seen  # type: ignore[no-any-return]
+
+    def at_two_places(net: Any, x: Tensor) -> Tensor:
+        return net.norm(net.fc(net.norm(net.fc(x)) + x)) * 2  # type: ignore[no-any-return]
+
+    measure(book, PATTERNS[computed_later])
+    for run in (
+        parameter, scaled, number, in_place, twice, read, dropped, written, at_two_places
+    ):  # fmt: skip
+        handle = convert(made(run), 0.06)
+        assert not epilogues_of(handle), run.__name__
+        handle.undo()
+
+
+def test_two_layers_that_one_sum_adds(book: Book) -> None:
+    def run(net: Any, x: Tensor) -> Tensor:
+        return net.narrow(torch.cat([x, x], 1)) + net.norm(net.fc(x))  # type: ignore[no-any-return]
+
+    measure(book, PATTERNS[computed_later])
+    model, x = made(run), rows()
+    plain = model(x)
+    assert epilogues_of(convert(model, 0.06)) == [PATTERNS[computed_later]]
+    assert is_chained(model)
+    assert numerics.measure_errors(model(x), plain.double()).row_err < 0.06
+
+
+def mlp(net: Any, x: Tensor) -> Tensor:
+    return x + net.relu(net.norm(net.narrow(net.relu(net.wide(x)))))  # type: ignore[no-any-return]
+
+
+LAST = NARROW._replace(epilogue=f"{NARROW.epilogue}+residual_last")
+
+
+def times_of_last(fp8: dict[int, float]) -> list[Any]:
+    """Times, without errors, which are those without the residual."""
+    plain = [row for m, us in PLAIN.items() for row in plain_rows(LAST, m, us)]
+    return plain + [row for m, us in fp8.items() for row in fp8_rows(LAST, m, us, is_judged=False)]
+
+
+@pytest.mark.parametrize("is_measured", [False, True])
+def test_a_residual_that_was_not_measured_stays_behind_the_chain(
+    is_measured: bool, book: Book, tmp_path: Path
+) -> None:
+    book.write(*(row for x in (WIDE, NARROW) for row in layer_rows(x, PLAIN, FP8)))
+    if is_measured:
+        book.write(*times_of_last(FP8))
+    model, x = made(mlp), rows()
+    exact = copy.deepcopy(model).double()(x.double())
+    handle = convert(model, 0.06)
+    last = LAST if is_measured else NARROW
+    assert epilogues_of(handle) == [WIDE.epilogue, last.epilogue]
+    assert is_chained(model) and numerics.measure_errors(model(x), exact).row_err < 0.09
+    words = f"narrow: no chain: with {LAST.epilogue}: not measured at these sizes"
+    assert (words in handle.explain("narrow")) != is_measured
+    text = handle.suite([512])
+    assert (f'epilogue = "{LAST.epilogue}"' in text) != is_measured
+    if not is_measured:
+        (tmp_path / "s.toml").write_text(text)
+        cases = suite_from_file(tmp_path / "s.toml").build(Format.E4M3FN)
+        found = {case.problem.epilogue for case in cases if case.problem.op == "gemm_norm"}
+        assert LAST.epilogue in found
+
+
+def test_a_residual_that_is_not_faster_stays_behind_the_chain(book: Book) -> None:
+    found = [row for x in (WIDE, NARROW) for row in layer_rows(x, PLAIN, FP8)]
+    book.write(*found, *times_of_last({512: 60.0, 2048: 99.0}))
+    handle = convert(made(mlp), 0.06)
+    assert epilogues_of(handle) == [WIDE.epilogue, NARROW.epilogue]
+    assert f"narrow: no chain: with {LAST.epilogue}: not faster" in handle.explain("narrow")
+
+
+def test_residuals_between_the_layers_of_a_chain(book: Book) -> None:
+    def run(net: Any, x: Tensor) -> Tensor:
+        y = torch.cat([x, x], 1)
+        y = net.relu(net.wide(x)) + y
+        return net.relu(net.norm(net.narrow(y))) + x  # type: ignore[no-any-return]
+
+    first = WIDE._replace(epilogue="bias+relu+residual_last")
+    book.write(*(row for x in (first, LAST) for row in layer_rows(x, PLAIN, FP8)))
+    book.write(*(time(BF16, gemm(m, 1024, 512), us) for m, us in PLAIN.items()))
+    model, x = made(run), rows()
+    exact = copy.deepcopy(model).double()(x.double())
+    handle = convert(model, 0.06)
+    ((chain,),) = (span.plan.chains for span in handle.spans)
+    assert [layer.epilogue for layer in chain.layers] == [first.epilogue, LAST.epilogue]
+    assert is_chained(model)
+    y = model(x)
+    assert numerics.measure_errors(y, exact).row_err < 0.09
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), y)
+
+
+def test_gradients_hooks_and_other_modules_run_the_modules(book: Book) -> None:
+    measure(book, PATTERNS[gated])
+    model, x = made(gated), rows()
+    plain = model(x)
+    handle = convert(model, 0.06)
+    for each in (model.fc, model.norm):
+        hook = each.register_forward_hook(lambda *_: None)
+        assert torch.equal(model(x), plain)
+        hook.remove()
+    asked = x.clone().requires_grad_(True)
+    assert model(asked).requires_grad
+    assert not torch.equal(model(x), plain)
+    handle.refresh(0.01)
+    assert torch.equal(model(x), plain) and crossed_of(model) is None
+    assert handle.refresh(0.06) == ["fc/chain"]
+    assert not torch.equal(model(x), plain)
+    model.norm = nn.LayerNorm(512, dtype=torch.bfloat16, eps=1.0)
+    assert not is_chained(model)
+
+
+def test_copies_and_files_keep_residuals(book: Book) -> None:
+    measure(book, PATTERNS[behind])
+    model, x = made(behind), rows()
+    convert(model, 0.06)
+    y, file = model(x), io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        assert is_chained(other) and torch.equal(other(x), y)
+
+
+def test_tuning_turns_a_chain_with_a_residual_off(book: Book) -> None:
+    measure(book, PATTERNS[behind])
+    model = made(behind)
+    found, _, _ = tuned(model, {("fc", "chain"): -30.0})
+    assert kept(found) == {("chain", "fc"): False} and not is_chained(model)
+
+
+@pytest.mark.parametrize(("bias", "us", "is_faster"), [
+    (False, 30.0, True), (False, 60.0, False), (True, 30.0, True), (True, 60.0, False),
+])  # fmt: skip
+def test_a_residual_without_a_norm_has_to_beat_what_its_bytes_take(
+    bias: bool, us: float, is_faster: bool, book: Book
+) -> None:
+    """The product takes 50 us, and a kernel that adds and is never timed does not."""
+    layer, m = Layer(512, 8192, "bias+residual" if bias else "residual"), 2048
+    alone = time(BF16, gemm(m, 512, 8192), 50.0)
+    book.write(*plain_rows(layer, m, 90.0), *fp8_rows(layer, m, us), alone)
+    model = made(product)
+    model.fc = nn.Linear(8192, 512, bias=bias)
+    assert bool(epilogues_of(convert(model.bfloat16(), 0.06))) == is_faster
