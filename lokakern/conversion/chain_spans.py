@@ -347,6 +347,7 @@ def planned_spans(
     judge_of: Callable[[Tensor], ChainJudge],
     scales_of: Callable[[Sequence[nn.Module], Tensor], tuple[str, ...]],
     verdicts: Mapping[str, Verdict] | None = None,
+    apart: Collection[int] = (),
 ) -> list[Span]:
     """The spans of modules with their chains.
 
@@ -358,9 +359,10 @@ def planned_spans(
         scales_of: Static scale of the input of each module of several in a row, or "", on the
             device of a weight.
         verdicts: Those of a report on outputs by name; None: errors are those of the database.
+        apart: Ids of sequences whose children are called one by one.
     """
     spans = []
-    modules = list(modules)
+    modules = [module for module in modules if id(module) not in apart]
     inner = {id(x) for m in modules if type(m) in _SEQUENCES for x in m.children()}
     known: dict[tuple[object, ...], SpanPlan] = {}  # models repeat their layers
     for module in modules:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple, cast
@@ -150,24 +150,31 @@ class SpanPlan:
     missing: tuple[Layer, ...] = ()
 
 
-def plan_span(span: Sequence[SpanLayer], judge: ChainJudge) -> SpanPlan:
+def plan_span(
+    span: Sequence[SpanLayer], judge: ChainJudge, cuts: Collection[int] | None = None
+) -> SpanPlan:
     """Choose the chains of consecutive layers; with frozen choices those of the file.
 
     A span is cut into chains, and layers that are left alone, once for all m: so that the gains,
     each relative to the time of the span, are largest over the measured m.
 
+    Args:
+        span: The layers.
+        judge: What they are judged by.
+        cuts: Places of layers before which a chain may begin or end; None: all.
+
     Raises:
         ChoicesError: The file of frozen choices holds no chains of these layers, but something
             else.
     """
-    asked = _asked(span, judge)
+    asked = _asked(span, judge, cuts)
     if dispatcher.choices() is not None:
         return _held_plan(asked, span, judge)
     own = _Search(tuple(span), judge)
     search = _Search(tuple(map(own.as_measured, span)), judge)
     chains = tuple(
         _of_layers(search.planned(start, stop), span[start:stop])
-        for start, stop in search.best_cuts()
+        for start, stop in search.best_cuts(cuts)
     )
     why = "" if chains else search.why_none()
     if chains:
@@ -177,14 +184,14 @@ def plan_span(span: Sequence[SpanLayer], judge: ChainJudge) -> SpanPlan:
     return SpanPlan(chains, why, own.missing)
 
 
-def _asked(span: Sequence[SpanLayer], judge: ChainJudge) -> str:
+def _asked(span: Sequence[SpanLayer], judge: ChainJudge, cuts: Collection[int] | None) -> str:
     layers = [(*x.layer, x.eps, x.route.text, x.is_handed, x.tensors, x.added) for x in span]
     ways = None if all(x.ways is None for x in span) else digest_of([x.ways for x in span])
     return question(
         "chains", layers=layers if len(span) == 1 else digest_of(layers), ways=ways,
         row_err=judge.limit, distributions=judge.distributions, regime=judge.regime,
         m_range=judge.m_range, static=judge.admits_static, weights=judge.weights,
-        format=judge.half,
+        format=judge.half, cuts=None if cuts is None else sorted(cuts),
     )  # fmt: skip
 
 
@@ -518,18 +525,20 @@ class _Search:
 
     # ---- the whole span
 
-    def best_cuts(self) -> list[tuple[int, int]]:
+    def best_cuts(self, cuts: Collection[int] | None = None) -> list[tuple[int, int]]:
         """First layer, and layer after the last one, of each chain."""
         count = len(self._span)
+        cuts = range(count) if cuts is None else cuts
         best: list[tuple[float, list[tuple[int, int]]]] = [(0.0, [])]
         for stop in range(1, count + 1):
-            gain, cuts = best[-1]
+            gain, parts = best[-1]
             for start in range(max(0, stop - MOST_LAYERS), stop):
-                more = self._gain(start, stop)
+                is_allowed = start in cuts and (stop in cuts or stop == count)
+                more = self._gain(start, stop) if is_allowed else 0.0
                 # Of equal gains that of the longest chain, which is tried first, counts.
                 if more > 0 and best[start][0] + more > gain * (1 + 1e-9):
-                    gain, cuts = best[start][0] + more, [*best[start][1], (start, stop)]
-            best.append((gain, cuts))
+                    gain, parts = best[start][0] + more, [*best[start][1], (start, stop)]
+            best.append((gain, parts))
         return best[-1][1]
 
     def _gain(self, start: int, stop: int) -> float:

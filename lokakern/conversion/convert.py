@@ -40,7 +40,7 @@ from lokakern.conversion.cross_gradients import (
     lacks_time,
     last_layers,
 )
-from lokakern.conversion.cross_sites import CrossSpan, calls_layers, planned_crosses
+from lokakern.conversion.cross_sites import CrossSpan, calls_blocks, calls_layers, planned_crosses
 from lokakern.conversion.delayed_scaling import DelayedScaling
 from lokakern.conversion.forced import FORCED, Forced, Kernels, forced_by, forced_routes
 from lokakern.conversion.loss_limit import LossLimit, limit_loss
@@ -62,7 +62,7 @@ from lokakern.conversion.routes import (
 )
 from lokakern.conversion.step_host import StepHost, host_of_step
 from lokakern.conversion.tail_chains import TailSpan, planned_tail_chains
-from lokakern.conversion.tail_sites import found_tails
+from lokakern.conversion.tail_sites import called_apart, found_tails
 from lokakern.conversion.tune import Tuning, apply_tuning, tune
 from lokakern.conversion.variants import as_plain
 from lokakern.device import current_device
@@ -109,6 +109,7 @@ from lokakern.nn.static_handoff import (
     BoundedSequential,
     activations_between,
     is_affordable,
+    leaves,
     remove_handoff,
     scales_between,
     set_handoff,
@@ -409,6 +410,8 @@ class Conversion:
         self.sequences = [m for m in model.modules() if isinstance(m, nn.Sequential)]
         self.fused = [m for m in model.modules() if type(m) is LinearNormAct]
         self.callers = [m for m in model.modules() if calls_layers(m)]
+        # In whose forwards sequences may be parts of chains.
+        self._block_callers = [m for m in model.modules() if inference and calls_blocks(m)]
         self.left_crosses: dict[str, str] = {}  # reasons
         self.spans: list[Span] = []  # layers that may be chains
         self.off_chains: frozenset[ChainSites] = frozenset()  # by tuning
@@ -576,17 +579,24 @@ class Conversion:
             return self._scales_of(modules, self._device_for(weight))
 
         spans = planned_spans(
-            [*self.sequences, *self.fused], names, routes, judge_of, scales_of, verdicts
-        )
+            [*self.sequences, *self.fused], names, routes, judge_of, scales_of, verdicts,
+            called_apart(self._block_callers),
+        )  # fmt: skip
         crosses, self.left_crosses = planned_crosses(
             self.callers, names, routes, judge_of, verdicts
         )
-        found = ((module, self._tails_found_in(module)) for module in self.callers)
+        found = ((module, self._tails_found_in(module)) for module in self._all_callers)
         # One call replaces a layer: the last one of a run may be the first one of a cross.
         crossed = {site for x in crosses for chain in x.plan.chains for site in x.sites_of(chain)}
         others = {key: site for key, site in names.items() if site not in crossed}
-        tails = planned_tail_chains(found, others, routes, judge_of, verdicts)
-        return [*spans, *crosses, *tails]
+        tails = planned_tail_chains(found, others, routes, judge_of, scales_of, verdicts)
+        blocks = {site for tail in tails for site in tail.in_blocks}
+        return [*(x for x in spans if blocks.isdisjoint(x.sites)), *crosses, *tails]
+
+    @property
+    def _all_callers(self) -> list[nn.Module]:
+        """Modules that call layers or blocks of them."""
+        return list({id(x): x for x in (*self.callers, *self._block_callers)}.values())
 
     def _scales_of(self, modules: Sequence[nn.Module], device: Device) -> tuple[str, ...]:
         """Static scale of the input of each of several modules in a row, or ""."""
@@ -748,7 +758,8 @@ class Conversion:
 
         With ``keeps_off`` layers of a chain that is off stay one call.
         """
-        layer = next((x for x in children_of(module) if is_linear(x)), None)
+        children = (x for x in children_of(module) if x is not None)
+        layer = next((x for x in leaves(children) if is_linear(x)), None)
         if not self._between or isinstance(self._wanted, Forced) or layer is None:
             return []
         has_relus, is_joined = self._rules_for(self._device_for(layer.weight))
@@ -842,7 +853,7 @@ class Conversion:
             for module, text in zip(handoff.modules, getattr(handoff, column), strict=True)
             if text and id(module) in names
         }
-        for module in self.callers:
+        for module in self._all_callers:
             crossed = crossed_of(module)
             for tail in crossed.tails if crossed is not None and crossed.is_as_traced else ():
                 layer, text = module.get_submodule(tail.names[0]), getattr(tail, column)
@@ -852,7 +863,7 @@ class Conversion:
 
     def _apply_crosses(self, keep_classes: bool) -> None:
         """Set the chains of crosses, and plans of tails, in the modules that call their layers."""
-        for module in self.callers:
+        for module in self._all_callers:
             crosses = [
                 cross for span in self.spans
                 if isinstance(span, CrossSpan) and span.module is module
@@ -1555,14 +1566,14 @@ class Conversion:
             self._delayed.forget()
         for sequence in self.sequences:
             remove_handoff(sequence, self._key)
-        for module in self.callers:
+        for module in self._all_callers:
             remove_crosses(module, self._key)
         for owner in self._raw_owners():
             renew_products(owner)
         set_fast_paths(self._owners)
         self.sites, self._modules, self.sequences, self._owners = {}, {}, [], []
         self.fused, self.callers, self.spans, self.left_crosses = [], [], [], {}
-        self._tails = {}
+        self._block_callers, self._tails = [], {}
 
     def __len__(self) -> int:
         return len(self.sites)

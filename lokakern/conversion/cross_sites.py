@@ -30,6 +30,7 @@ from lokakern.nn.cross_pattern import FoundCross, crosses_in
 from lokakern.nn.crossed_forward import Cross, graph_of
 from lokakern.nn.linear import Linear, is_linear
 from lokakern.nn.module_scan import shape_of
+from lokakern.nn.static_handoff import is_inner, leaves
 from lokakern.probe.verdicts import Verdict
 from lokakern.types import NormForm
 
@@ -69,6 +70,19 @@ def calls_layers(module: nn.Module) -> bool:
         or (isinstance(child, _LISTS) and any(isinstance(x, nn.Linear) for x in child.children()))
         for child in module.children()
     )
+
+
+def calls_blocks(module: nn.Module) -> bool:
+    """Whether sequences are children of a module with a forward of its own, or in its lists."""
+    kind = type(module).__module__
+    if kind.startswith(("torch.", "lokakern.nn.")) or isinstance(module, nn.Sequential):
+        return False
+    children = [x for child in module.children() for x in (child, *_listed(child))]
+    return any(is_inner(x) and any(isinstance(y, nn.Linear) for y in leaves(x)) for x in children)
+
+
+def _listed(child: nn.Module) -> Iterable[nn.Module]:
+    return child.children() if isinstance(child, _LISTS) else ()
 
 
 def planned_crosses(

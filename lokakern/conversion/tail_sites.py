@@ -6,22 +6,24 @@ is left alone, without a reason: most modules have nothing to gain.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import nn
 
 from lokakern.errors import UnsupportedError
 from lokakern.nn.autocast import CAST
 from lokakern.nn.crossed_forward import children_of, crossed_of, graphs_of
 from lokakern.nn.linear import LINEARS_OF_ANY
+from lokakern.nn.static_handoff import is_inner, leaves
 from lokakern.nn.tail import FoundTail, tails_in
 from lokakern.nn.traced_forward import looks_up
 
 
 def found_tails(module: nn.Module) -> list[FoundTail]:
     """The layers with tails in the forward of a module, in training or in evaluation."""
-    children = {id(child) for child in children_of(module)}
-    layers = [
-        x for x in children_of(module) if isinstance(x, nn.Linear) and type(x) in LINEARS_OF_ANY
-    ]
+    found_in = [x for x in children_of(module) if x is not None]
+    children = {id(child) for child in found_in}
+    layers = [x for x in leaves(found_in) if isinstance(x, nn.Linear) and type(x) in LINEARS_OF_ANY]
     if not any(layer.weight.dtype in CAST for layer in layers):
         return []
     # A user who keeps a forward from compilers does not want another one to be compiled. A mod
@@ -43,3 +45,26 @@ def found_tails(module: nn.Module) -> list[FoundTail]:
         if all(name.endswith("()") or id(module.get_submodule(name)) in children
                for name in tail.names)
     ]  # fmt: skip
+
+
+def called_apart(modules: Iterable[nn.Module]) -> set[int]:
+    """Ids of sequences that a forward does not call, but sequences that are their children.
+
+    Of a forward that cannot be traced this is not known.
+    """
+    found: set[int] = set()
+    for module in modules:
+        nested = {
+            name: x for name, x in module.named_children()
+            if is_inner(x) and any(map(is_inner, x))
+        }  # fmt: skip
+        if not nested or isinstance(module, nn.Sequential):
+            continue
+        try:
+            graphs, _ = graphs_of(module)
+        except (UnsupportedError, TypeError, ValueError):
+            continue
+        called = {str(x.target) for graph in graphs for x in graph.nodes if x.op == "call_module"}
+        owners = {target.rpartition(".")[0] for target in called}
+        found |= {id(x) for name, x in nested.items() if name in owners - called}
+    return found

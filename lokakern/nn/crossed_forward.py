@@ -769,8 +769,7 @@ def _drop_weights(module: nn.Module, key: str) -> None:
             for layer, granularity in _weights(module, setting):
                 layer.drop_chain_weight(key, granularity)
             children = dict(module.named_modules(remove_duplicate=False))
-            for name in (name for tail in setting.tails for name in tail.layers):
-                child = children.get(name)
+            for child in (child for tail in setting.tails for child in tail.layers(children)):
                 if isinstance(child, Linear):
                     drop_norm(child, key)
 
@@ -778,10 +777,10 @@ def _drop_weights(module: nn.Module, key: str) -> None:
 def _weights(module: nn.Module, setting: Crosses) -> Iterator[tuple[Linear, str]]:
     """The layers of chains, each with the granularity of its FP8 weight."""
     children = dict(module.named_modules(remove_duplicate=False))
-    tails = [(tail.layers, tail.chain) for tail in setting.tails]
-    for names, plan in (*setting.crosses, *tails):
-        for name, layer in zip(names, read_plan(plan)[0] if plan else (), strict=False):
-            linear = children.get(name)
+    chains = [([children.get(x) for x in names], plan) for names, plan in setting.crosses]
+    chains += [(tail.layers(children), tail.chain) for tail in setting.tails]
+    for layers, plan in chains:
+        for linear, layer in zip(layers, read_plan(plan)[0] if plan else (), strict=False):
             # It is no longer one where it was removed, or its conversion undone.
             if isinstance(linear, Linear) and layer.weight is not Granularity.NONE:
                 yield linear, layer.weight.value

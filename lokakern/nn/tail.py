@@ -2,7 +2,8 @@
 
 In chains of inference a residual may be added before the norm or at the end, and instead of the
 activation a gate be multiplied: ``norm(layer(x) + x)``, ``x + relu(norm(layer(x)))``,
-``gate * sigmoid(norm(layer(x)))``. Such a tail is *wide*: it reads matrices beside.
+``gate * sigmoid(norm(layer(x)))``. Such a tail is *wide*: it reads matrices beside. And a *block*,
+an `nn.Sequential` of whole layers, stands for these layers with their tails.
 
 They show in the graph of the forward, where `lokakern.nn.crossed_forward` replaces the layer and
 its tail by a call of `run_tail`. In inference this call may run all three as a chain
@@ -14,7 +15,7 @@ its tail by a call of `run_tail`. In inference this call may run all three as a 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -52,7 +53,7 @@ from lokakern.nn.joined import (
 )
 from lokakern.nn.linear import LINEARS_OF_ANY, is_linear
 from lokakern.nn.rectified import has_backward_hooks, multiply_rectified, rectified_at
-from lokakern.nn.static_handoff import BoundedSequential
+from lokakern.nn.static_handoff import BoundedSequential, is_inner, leaves, passes_on
 from lokakern.nn.traced_forward import writes
 
 # Calls of activations that are no modules, by name; "_" is behind those that write to their input.
@@ -76,8 +77,8 @@ class Tail(NamedTuple):
     Attributes:
         names: Names of the layer, the norm and the activation in the module, the latter two if they
             are there; of a function "relu()"; or of the layer and an `nn.Sequential` that begins
-            with them; of a wide one also "add()", "sigmoid()" and "mul()". Of a chain of several
-            layers those of all.
+            with them; of a wide one also "add()", "sigmoid()" and "mul()"; of a block its own. Of a
+            chain of several layers those of all.
         rectified: The route of products that apply a relu, or "".
         joined: What is behind the layer whose gradients one op computes, or "".
         chain: The plan of a chain (`lokakern.nn.chain_plan`) of the layer and its tail, or "".
@@ -91,24 +92,33 @@ class Tail(NamedTuple):
     @property
     def plan(self) -> str:
         """What `run_tail` reads."""
-        plans = self[1:]
+        plans = self[1:4]
         return "\0".join(plans) if any(plans) else ""
 
-    @property
-    def layers(self) -> tuple[str, ...]:
-        """Names of the layers of the chain, whatever they are by now; none without one."""
-        found, place = [], 0
-        for words in words_of_plan(self.chain) if self.chain else ():
-            found.append(self.names[place])
-            place += 1 + len(_kinds_of(words))
-        return tuple(found)
+    def layers(self, modules: Mapping[str, nn.Module]) -> list[nn.Module | None]:
+        """The layers of the chain, whatever they are by now; none without one.
+
+        Args:
+            modules: By name.
+        """
+        found: list[nn.Module | None] = []
+        rest, words = list(self.names), words_of_plan(self.chain) if self.chain else []
+        while rest and len(found) < len(words):
+            module = modules.get(rest[0])
+            if type(module) in _SEQUENCES:
+                found += [x for x in module.modules() if isinstance(x, nn.Linear)]  # type: ignore[union-attr]
+                rest = rest[1:]
+            else:
+                found.append(module)
+                rest = rest[1 + len(_kinds_of(words[len(found) - 1])) :]
+        return found
 
 
 class FoundTail(NamedTuple):
     """A layer with its tail in a graph, or several that follow each other, see `joined_run`.
 
     Attributes:
-        layer: The call of the layer.
+        layer: The call of the layer, or of a block.
         behind: The calls of its tail; each reads the one before, which nothing else reads, and of a
             wide one some read a matrix beside.
     """
@@ -154,7 +164,7 @@ def planned_tails(
         is_joined: Whether one op may compute gradients.
     """
     planned = []
-    found = [tail for tail in found if not tail.is_wide]
+    found = [tail for tail in found if tail.behind and not tail.is_wide]
     for names in dict.fromkeys(tail.names for tail in found):
         alike = [tail for tail in found if tail.names == names]
         layer = module.get_submodule(names[0])
@@ -220,7 +230,9 @@ def parts_of(tail: Tail, module: nn.Module) -> list[Part]:
     modules = [
         name if name.endswith(_OF_FUNCTION) else module.get_submodule(name) for name in tail.names
     ]
-    return _chain_parts(modules, words_of_plan(tail.chain)) if tail.chain else []
+    if not tail.chain:
+        return []
+    return _chain_parts(_flat(modules, in_call=False), words_of_plan(tail.chain))
 
 
 def modules_behind(names: Sequence[str], parent: nn.Module) -> list[nn.Module] | None:
@@ -258,23 +270,35 @@ def _run_chain(
     chain = chains[0] if chains else ""
     if not chain:
         return None
+    first, *rest = _flat([layer, *behind])
     keeper = None
     if not is_compiling():
         is_idle = is_idle_at(chain, rows_in(x))
         if type(plan) is Noted:
             plan.is_idle &= is_idle
-        if is_idle or not is_linear(layer):
+        if is_idle or isinstance(first, str) or not is_linear(first):
             return None
-        among = tuple([each for each in behind if not isinstance(each, str)])
-        found, _ = call_again(layer, x, chain, among, beside)
+        among = tuple([each for each in rest if not isinstance(each, str)])
+        found, _ = call_again(first, x, chain, among, beside)
         if found is not None:
             return found
-        keeper = Keeper(layer, among, 0, len(among))
+        keeper = Keeper(first, among, 0, len(among))
     elif has_no_launch(chain, static_rows(x)):
         return None
     words = layers_at(x, chain)
-    parts = _chain_parts([layer, *behind], words)
+    parts = _chain_parts([first, *rest], words)
     return call_parts(x, chain, words, parts, beside, keeper) if parts else None
+
+
+def _flat(calls: Sequence[nn.Module | str], *, in_call: bool = True) -> list[nn.Module | str]:
+    """Calls with those of the modules of blocks instead of blocks."""
+    found: list[nn.Module | str] = []
+    for each in calls:
+        if isinstance(each, str) or not is_inner(each):
+            found.append(each)
+        else:
+            found += [module for module in leaves(each) if not passes_on(module, in_call)]
+    return found or [_NORM]
 
 
 def _chain_parts(modules: Sequence[nn.Module | str], words: Sequence[list[str]]) -> list[Part]:
@@ -331,6 +355,8 @@ def _run_planned(
 ) -> Tensor | None:
     """`run_tail` by a plan, or None where the modules have to run."""
     rectified, joined, *_ = plan.split("\0")
+    if not rectified and not joined:
+        return None
     modules = [each for each in behind if not isinstance(each, str)]
     sequence = modules[0] if modules and isinstance(modules[0], nn.Sequential) else None
     if sequence is not None:
@@ -367,7 +393,7 @@ def _apply(function: str, y: Tensor) -> Tensor:
 
 
 def tails_in(graph: fx.Graph, parent: nn.Module) -> list[FoundTail]:
-    """The layers of a graph with their tails, and with wide ones.
+    """The layers of a graph with their tails, and with wide ones, and its blocks.
 
     Those are left out where something comes between that may write to a tensor, because a tail
     moves to the place of its layer.
@@ -380,14 +406,24 @@ def tails_in(graph: fx.Graph, parent: nn.Module) -> list[FoundTail]:
         if taken.isdisjoint(tail.behind):
             found.append(tail)
             taken.update(tail.behind)
-    return [tail for tail in found if tail.behind and joined_run([tail], parent) is not None]
+    blocks = [FoundTail(node, ()) for node in graph.nodes if _is_block(node, parent)]
+    with_tails = [x for x in found if x.behind and joined_run([x], parent) is not None]
+    return [*with_tails, *blocks]
+
+
+def _is_block(node: fx.Node, parent: nn.Module) -> bool:
+    """Whether a node calls an `nn.Sequential` that begins with a linear layer."""
+    if _called(node, parent) not in _SEQUENCES:
+        return False
+    first = next(iter(leaves([parent.get_submodule(str(node.target))])), None)
+    return type(first) in LINEARS_OF_ANY
 
 
 def runs_of(found: Sequence[FoundTail], parent: nn.Module) -> list[list[FoundTail]]:
     """Layers with their tails that follow each other in a graph, alone ones, too.
 
-    A layer without a tail may be the last one. A tail that is an `nn.Sequential` ends a run, and is
-    none of it.
+    So do blocks. A layer without a tail may be the last one. A tail that is an `nn.Sequential` ends
+    a run, and is none of it.
     """
     tails = {
         tail.layer: tail for tail in found
@@ -396,7 +432,7 @@ def runs_of(found: Sequence[FoundTail], parent: nn.Module) -> list[list[FoundTai
     nexts: dict[fx.Node, FoundTail] = {}
     for layer, tail in tails.items():
         reader = _reader(tail.end)
-        if reader is not None and _called(reader, parent) in LINEARS_OF_ANY:
+        if reader is not None and (reader in tails or _called(reader, parent) in LINEARS_OF_ANY):
             nexts[layer] = tails.get(reader, FoundTail(reader, ()))
     followers = {tail.layer for tail in nexts.values()}
     runs = []
@@ -425,7 +461,8 @@ def wanted_tails(
     """The tails of a graph, and runs of them, that have these names."""
     found = [
         FoundTail(node, behind)
-        for node in graph.nodes if _called(node, parent) in LINEARS_OF_ANY
+        for node in graph.nodes
+        if _called(node, parent) in LINEARS_OF_ANY or _is_block(node, parent)
         for wanted in names
         if wanted[0] == node.target and (behind := _followed(node, wanted[1:], parent))
     ]  # fmt: skip
@@ -448,7 +485,8 @@ def _may_be_behind(node: fx.Node, parent: nn.Module) -> bool:
     """Whether a node may be a part of a tail, or the next layer."""
     kind = _called(node, parent)
     if kind in _SEQUENCES:
-        return _first(parent.get_submodule(str(node.target))) != (None, "none")
+        begins = _first(parent.get_submodule(str(node.target)))
+        return begins != (None, "none") or _is_block(node, parent)
     is_known = kind in NORMS_OF_TAILS or kind in LINEARS_OF_ANY or _is_sigmoid(node, parent)
     return is_known or bool(_activation(node, parent)) or _name_of(node) in (_ADD, _MUL)
 

@@ -135,6 +135,28 @@ def test_a_chain_within_an_inner_sequence_stays_there(book: Book) -> None:
     assert type(model) is nn.Sequential and is_chained(model) and is_chained(model[0])
 
 
+class Looping(nn.Module):
+    """A forward that calls the children of a sequence one by one, or the sequence."""
+
+    def __init__(self, *, is_called: bool) -> None:
+        super().__init__()
+        self.is_called, self.blocks = is_called, in_blocks()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_called:
+            return 2 * self.blocks(x)  # type: ignore[no-any-return]
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_a_sequence_whose_children_are_called_keeps_their_chains(book: Book) -> None:
+    both, apart = Looping(is_called=True), Looping(is_called=False)
+    assert chains_of(convert(both, 0.06)) == ["blocks.0.0 blocks.1.0"]
+    assert sorted(chains_of(convert(apart, 0.06))) == ["blocks.0.0", "blocks.1.0"]
+    assert is_chained(both) and is_chained(apart)
+
+
 def test_layers_of_a_span_are_told_once(book: Book) -> None:
     model = in_blocks()
     adopt(model[0][0]), adopt(model[1][0])

@@ -274,7 +274,9 @@ def test_layers_drop_their_own_weights_beside_one_that_was_replaced(book: Book) 
     model = made()
     convert(model, 0.06)
     (found,) = crossed_of(model).tails  # type: ignore[union-attr]
-    assert found.layers == ("wide", "narrow") and Tail(("wide",), "", "").layers == ()
+    children = dict(model.named_children())
+    assert found.layers(children) == [model.wide, model.narrow]
+    assert Tail(("wide",), "", "").layers(children) == []
     chain = found.chain.replace("|row,", "|tensor,", 1)  # of the first layer
     set_crosses(model, (), "other", [found._replace(chain=chain)])
     narrow: Any = model.narrow
