@@ -43,6 +43,7 @@ from lokakern.conversion.cross_gradients import (
 from lokakern.conversion.cross_sites import CrossSpan, calls_blocks, calls_layers, planned_crosses
 from lokakern.conversion.delayed_scaling import DelayedScaling
 from lokakern.conversion.forced import FORCED, Forced, Kernels, forced_by, forced_routes
+from lokakern.conversion.kept_inputs import KeptInput, kept_inputs, total
 from lokakern.conversion.loss_limit import LossLimit, limit_loss
 from lokakern.conversion.main_grads import MainGrads
 from lokakern.conversion.raw_sites import raw_sites
@@ -105,6 +106,7 @@ from lokakern.nn.routed_matmul import (
     traced_route,
     turn,
 )
+from lokakern.nn.saved_inputs import SAVED, saved
 from lokakern.nn.static_handoff import (
     BoundedSequential,
     activations_between,
@@ -162,6 +164,7 @@ def convert(
     history: int = 16,
     margin: int = 0,
     dtype: torch.dtype | None = None,
+    keep_inputs: str | None = None,
 ) -> Conversion:
     """Give each linear layer of a model the fastest kernels within a budget, in place.
 
@@ -266,6 +269,13 @@ def convert(
         history: With delayed scaling, how many steps count.
         margin: With delayed scaling, powers of two between the amax of these steps and the largest
             FP8 value, against saturation.
+        keep_inputs: "fp8", in training: where the gradient of a weight reads FP8, the input is
+            quantized for it in the forward pass, and FP8 data and scales are saved instead of the
+            input: about half the bytes, with the same bits of the gradient. None: the input is
+            saved. Where something else saves the input, too, such as a relu before the layer, or a
+            layer that stays in bfloat16, nothing is gained, see `Conversion.saved_inputs`. With
+            ``check``, or while the model is watched, inputs are saved as they are. Gradients of
+            such a weight that are differentiated again raise an error.
         dtype: Of autocast, in which layers with float32 weights multiply: ``torch.bfloat16``, which
             None means, or ``torch.float16``. Other weights have a dtype of their own. In another
             dtype than that a layer multiplies unquantized, and a warning says so. Kernels for
@@ -282,7 +292,8 @@ def convert(
             integer in its range.
         FormatError: The model is no module; ``report_or_budget``, ``kernels`` or ``check`` has
             another type; not exactly one of ``report_or_budget`` and ``kernels`` is given;
-            ``main_grads`` or delayed scaling with ``inference``; or ``dtype`` is another one.
+            ``main_grads``, ``keep_inputs`` or delayed scaling with ``inference``, or the latter two
+            together; or ``dtype`` or ``keep_inputs`` is another one.
         UnsupportedError: A kernel that ``kernels`` names does not take a product of a layer.
         BudgetError: The budget is not a finite, non-negative number, or ``check`` or LOKAKERN_CHECK
             is not ``every:rows``.
@@ -301,6 +312,14 @@ def convert(
     if inference and (main_grads or scaling == "delayed"):
         what = "main_grads" if main_grads else "delayed scaling"
         raise FormatError(f"convert: {what} is for training, and inference is given; leave one out")
+    if keep_inputs not in (None, "fp8"):
+        raise FormatError(f"convert: keep_inputs is {keep_inputs!r}; expected 'fp8' or None")
+    if keep_inputs and (inference or scaling == "delayed"):
+        what = (
+            "is for training, and inference is given" if inference
+            else "saves what dynamic scales quantize, and scaling is 'delayed'"
+        )  # fmt: skip
+        raise FormatError(f"convert: keep_inputs {what}; leave one out")
     if dtype not in (None, *HALF):
         raise FormatError(
             f"convert: dtype is {dtype!r}; expected torch.bfloat16 or torch.float16, as of autocast"
@@ -338,6 +357,7 @@ def convert(
         main_grads,
         (history, margin) if scaling == "delayed" else None,
         dtype or torch.bfloat16,
+        keep_inputs is not None,
     )
     try:
         conversion.refresh()
@@ -397,6 +417,7 @@ class Conversion:
         main_grads: bool,
         delayed: tuple[int, int] | None,
         dtype: torch.dtype,
+        keeps_inputs: bool,
     ) -> None:
         self._modules, self.skipped, self._inference = modules, skipped, inference
         self._wanted = wanted
@@ -416,6 +437,7 @@ class Conversion:
         self.spans: list[Span] = []  # layers that may be chains
         self.off_chains: frozenset[ChainSites] = frozenset()  # by tuning
         self._dtype = dtype  # of autocast
+        self._keeps_inputs = keeps_inputs  # in FP8
         self._main_grads = MainGrads(modules) if main_grads else None
         # Relus in products, gradients behind layers; tuning decides.
         self.has_relus = not main_grads and delayed is None
@@ -677,6 +699,8 @@ class Conversion:
         texts = []
         for r in site.routes:
             text = in_dtype(r.text, dtype)
+            if r.gemm == "grad_weight" and self._saves:
+                text = saved(text)
             if self.has_switches:
                 text = switched(text, self._switch_of(site.name, r.gemm))
             if self._delayed is not None:
@@ -687,6 +711,27 @@ class Conversion:
         is_inference = self._inference and site.name not in self.plain
         form = self._form_at(site)
         apply_choice(site.module, Chosen(self._key, tuple(texts), is_inference, chain, form, adds))
+
+    @property
+    def _saves(self) -> bool:
+        """Whether inputs may be saved in FP8: switches and checks read them unquantized."""
+        return self._keeps_inputs and not self.has_switches and not self._marker.is_on
+
+    def saved_inputs(self, m: int) -> list[dict[str, Any]]:
+        """What sites save of m rows of input for the gradients of their weights, in bytes.
+
+        Of those with a trained weight: "bytes_in_16_bits", "bytes_in_fp8" with
+        ``keep_inputs="fp8"``, which is the same where the gradient of the weight reads no FP8 at m,
+        and "bytes" as converted. What is saved once for several readers counts for each of them.
+        """
+        is_on = {
+            name: any(SAVED in route for c in self._chosen_for(site) for route in c.routes)
+            for name, site in self.sites.items()
+        }
+        return [x.row(m, is_on=is_on[x.site]) for x in self._kept_inputs()]
+
+    def _kept_inputs(self) -> list[KeptInput]:
+        return kept_inputs([] if self._inference else self.sites.values())
 
     def _form_of(self, module: Routed) -> str:
         """The form of a layer in compiled code."""
@@ -1299,6 +1344,8 @@ class Conversion:
                 "compiled training: gradients of biases are summed apart where the compiler's "
                 "kernel would not read along rows"
             )
+        if self._keeps_inputs:
+            notes += [f"input of {x.site}: {x.words}" for x in self._kept_inputs()]
         notes += [f"{name} is unchanged: {why}" for name, why in self.skipped.items()]
         note = "\n".join(notes)
         print_rows(rows, "table", title=repr(self), note=note)
@@ -1451,6 +1498,9 @@ class Conversion:
             f"{s.name}: {found.explain(is_off=BEHIND_CROSS not in self.forms.get(s.name, ''))}"
             for s in sites if (found := self._behind_crosses.get(s.name)) is not None
         ]  # fmt: skip
+        if self._keeps_inputs:
+            of = {s.name for s in sites}
+            products += [f"{x.site}: {x.words}" for x in self._kept_inputs() if x.site in of]
         is_forced = isinstance(self._wanted, Forced)  # which each product tells
         chains = [
             span.explain(self.off_chains)
@@ -1601,6 +1651,8 @@ class Conversion:
         products += f" under {Format.of(self._dtype).value} autocast" * needs_autocast
         if self._delayed is not None and self._modules:
             words += f", {len(self._delayed.products)} by delayed scaling"
+        if self._keeps_inputs and self._modules:
+            words += f", {total(self._kept_inputs())}"
         if isinstance(self._wanted, Forced):
             words += f", kernels {FORCED}"
         else:

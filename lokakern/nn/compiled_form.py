@@ -46,6 +46,7 @@ from lokakern.nn.routed_matmul import (
     route_text,
     traced_route,
 )
+from lokakern.nn.saved_inputs import unsaved
 from lokakern.sampled_check import is_checked
 from lokakern.types import GROUP, Granularity
 
@@ -140,7 +141,7 @@ def crossed_plan(
         return ""
     if torch._C._are_functorch_transforms_active() or is_exporting():
         return ""
-    output, *gradients = map(traced_route, routes)
+    output, *gradients = (unsaved(traced_route(route)) for route in routes)
     return "\0".join((flags, columns, output, *map(crossed, gradients, kernels)))
 
 

@@ -31,6 +31,7 @@ from lokakern.nn.flat_sums import IS_NEEDED, sum_to_vectors
 from lokakern.nn.late_taps import tap_at_the_end
 from lokakern.nn.normalized_blocks import keep_blocks
 from lokakern.nn.rectified_products import rectify_in_products
+from lokakern.nn.saved_inputs import quantize_in_products
 from lokakern.nn.short_attention import (
     activate_in_attention,
     attend_at_once,
@@ -51,7 +52,7 @@ PASSES: tuple[Callable[[fx.Graph], None], ...] = (
     rectify_in_products, sum_few_terms,
 )  # fmt: skip
 EXACT_PASSES: tuple[Callable[[fx.Graph], None], ...] = (
-    keep_blocks, *([sum_to_vectors] if IS_NEEDED else []), tap_at_the_end,
+    quantize_in_products, keep_blocks, *([sum_to_vectors] if IS_NEEDED else []), tap_at_the_end,
 )  # fmt: skip
 JOINT_PASSES: tuple[Callable[[fx.Graph], None], ...] = (
     quantize_behind_crosses, attend_in_training, add_in_products, round_concatenated,
@@ -59,7 +60,8 @@ JOINT_PASSES: tuple[Callable[[fx.Graph], None], ...] = (
 )  # fmt: skip
 OPS = (
     "routed_gemm", "activated_gemm", "rectified_product", "crossed_product", "routed_chain",
-    "weight_gradient", "wide_weight_gradient", "norm_gradient", "bias_gradient", "logit",
+    "weight_gradient", "wide_weight_gradient", "saved_weight_gradient", "norm_gradient",
+    "bias_gradient", "logit",
 )  # fmt: skip
 # A pass of this class is told whether a graph is of inference; earlier torch has none.
 _TOLD: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", None)

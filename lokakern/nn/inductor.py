@@ -131,7 +131,7 @@ def fuse_quantizers() -> None:
     register_lowering(ops.routed_chain.default, type_promotion_kind=None)(chain)
     for name in (
         "activated_gemm", "weight_gradient", "wide_weight_gradient", "crossed_gradient",
-        "quantized_weight_gradient",
+        "quantized_weight_gradient", "saved_weight_gradient",
     ):  # fmt: skip
         op = getattr(ops, name).default
         register_lowering(op, type_promotion_kind=None)(called(name))
@@ -309,6 +309,12 @@ def quantized_weight_gradient(*given: Any) -> Tensor:
     """``torch.ops.lokakern.quantized_weight_gradient``."""
     op = torch.ops.lokakern.quantized_weight_gradient.default
     return _called("lokakern::quantized_weight_gradient", op, given)
+
+
+def saved_weight_gradient(*given: Any) -> Tensor:
+    """``torch.ops.lokakern.saved_weight_gradient``."""
+    op = torch.ops.lokakern.saved_weight_gradient.default
+    return _called("lokakern::saved_weight_gradient", op, given)
 
 
 def bias_gradient(*given: Any) -> Tensor:

@@ -49,6 +49,7 @@ from lokakern.nn.routed_matmul import (
     segments_of,
     traced_route,
 )
+from lokakern.nn.saved_inputs import SAVED, SavingLinear, form_in, is_kept, saved_at, saved_form
 from lokakern.nn.token_mixing import KINDS, mix_tokens, mixes, with_aligned_layout
 from lokakern.quantized_tensor import pitch_of
 
@@ -58,11 +59,12 @@ if TYPE_CHECKING:
 PLAIN_ROUTES = (PLAIN, PLAIN, PLAIN)
 _DERIVED = (
     "_kept", "_fp8_views", "_gathering", "_weight_scale", "_gathered", "_plan", "_chain_recipes",
-    "adds_gradient", "delayed",
+    "adds_gradient", "delayed", "saves_input",
 )  # fmt: skip
 # Flags of a plan, see `Routed.changed`, in this order.
 ALTERED, HELD, FROZEN, OFFLOADED = "altered", "held", "frozen", "offloaded"
 ADDING = "adding"  # alone; with the dtype, which plain routes do not tell
+KEEPING = "keeping"  # see `multiply_rows`
 _BETWEEN = "\0"  # between the parts of a plan
 OWN_CHAIN = "\0own"  # owner of the FP8 weights of a layer's own chain
 CHAIN_DATA, CHAIN_SCALE = "chain_data_", "chain_scale_"  # names of buffers, before a granularity
@@ -200,6 +202,7 @@ class Routed(nn.Module):
     adds_gradient: torch.dtype | None = None
     # State of delayed scaling by the key of the layer in its routes; not in copies.
     delayed: dict[str, Delayed] | None = None
+    saves_input = False  # whether the plan says to save inputs in FP8, for eager calls
     padding: tuple[int, int] = (0, 0)  # zeros added to k and n, see `mods.Pad`
     form = ""  # in compiled code, see `lokakern.nn.compiled_form`
     _fp8_dtype = torch.float8_e4m3fn
@@ -236,18 +239,21 @@ class Routed(nn.Module):
             warn_unfit(x, weight, plan)
             return linear(x, weight, bias)
         m = x.shape[:-1].numel()
+        parts: tuple[Tensor | None, ...]
         asked = self._routes if is_grad_enabled() else self._routes[:1]
         adds = self.adds_gradient and is_grad_enabled() and weight.requires_grad
         if not quantizes_at(asked, m) and not self.is_offloaded and not adds:
             return linear(x, weight, bias)  # in the layout of x, as nn.Linear
         way = "training" if is_grad_enabled() else "inference"
         way = "offloaded" if self.is_offloaded else way
+        if self.saves_input and way == "training" and not is_kept(x, dtype_of(plan)):
+            form = saved_form(self._routes[2], m)
+            if form:
+                parts = self._parts(x, weight, m)
+                return self._saving_product(plan, x, weight, bias, parts, input_scale, form)
         if way == "training" and (adds or has_delayed(plan)):
             return self._keeping_product(plan, x, weight, bias, m, input_scale)
-        if self.is_frozen:
-            parts: tuple[Tensor | None, ...] = (*_frozen(self), None, None)
-        else:
-            parts = self._parts(x, weight, m)
+        parts = (*_frozen(self), None, None) if self.is_frozen else self._parts(x, weight, m)
         return multiply_rows(x, weight, bias, parts, self._routes, input_scale, way)
 
     def _keeping_product(
@@ -262,6 +268,21 @@ class Routed(nn.Module):
             parts = self._parts(x, weight, m)
         parts = (*parts, main_grad, *((None, None, None) if state is None else state))
         routes, way = plan.split(_BETWEEN)[2:], in_dtype("keeping", dtype_of(plan))
+        return multiply_rows(x, weight, bias, parts, routes, input_scale, way)
+
+    def _saving_product(
+        self, plan: str, x: Tensor, weight: Tensor, bias: Tensor | None,
+        parts: tuple[Tensor | None, ...], input_scale: str, form: str,
+    ) -> Tensor:  # fmt: skip
+        """`product` in training of a layer that saves its input in FP8, of a granularity."""
+        adds = plan.startswith(ADDING) and weight.requires_grad
+        main_grad = _main_grad_of(weight) if adds else None
+        way, routes = "training", plan.split(_BETWEEN)[2:]
+        # Without the gradient nothing is saved for it; products of vectors are torch's.
+        if weight.requires_grad and 1 not in weight.shape:
+            way, parts = KEEPING + form, (*parts, main_grad)
+        elif adds:
+            way, parts = KEEPING, (*parts, main_grad, None, None, None)
         return multiply_rows(x, weight, bias, parts, routes, input_scale, way)
 
     def _of_shards(
@@ -345,6 +366,8 @@ class Routed(nn.Module):
         # One object for equal plans: `layer.cpp` keeps each.
         is_any = is_altered or self.adds_gradient or any(self._routes)
         self._plan = sys.intern(_BETWEEN.join(parts)) if is_any else ""
+        if self.saves_input is not (SAVED in self._plan):
+            self.saves_input = not self.saves_input
 
     def take_routes(self, texts: Sequence[str], weight: Tensor | None) -> None:
         """Set the routes; ``weight`` is the parameter if it is multiplied without change."""
@@ -471,7 +494,9 @@ def multiply_rows(
 
     Of ``way`` see `_way`; or "turned", training with a weight that is the transpose of a row-major
     one, and its gradient, too; or "keeping", training with what `KeepingLinear` is given behind the
-    FP8 weights, with the dtype as of a route (`in_dtype`), which plain routes do not tell.
+    FP8 weights, with the dtype as of a route (`in_dtype`), which plain routes do not tell. With one
+    tensor more, the main gradient or None, it is what `SavingLinear` is given, and the granularity
+    of the saved input is behind the word.
     """
     if is_compiling():
         fuse_quantizers()
@@ -491,6 +516,10 @@ def multiply_rows(
         y = TurnedLinear.apply(rows, weight, bias, *parts, *routes, input_scale, apart)  # type: ignore[no-untyped-call]
     elif way.startswith("keeping"):
         fp8, kept = parts[:4], parts[4:]
+        if len(kept) == 1:
+            given = (*routes, input_scale, apart, way.removeprefix("keeping"), *kept)
+            y = SavingLinear.apply(rows, weight, bias, *fp8, *given)  # type: ignore[no-untyped-call]
+            return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
         y = KeepingLinear.apply(rows, weight, bias, *fp8, *routes, input_scale, apart, *kept)  # type: ignore[no-untyped-call]
     else:
         right = None if weight is None or way == "offloaded" else weight.t()
@@ -536,6 +565,9 @@ def _traced_product(
     if way == "keeping":
         plan = found.partition("\0")[2]
         return layer._keeping_product(plan, x, weight, bias, m, input_scale)
+    if way == "saving":
+        plan, none = found.partition("\0")[2], (None, None, None, None)
+        return layer._saving_product(plan, x, weight, bias, none, input_scale, form_in(plan))
     if way == "refused" or (way == "offloaded" and _wants_gradients(x, weight, bias)):
         raise UnsupportedError(_OF_OFFLOADED)
     parts: tuple[Tensor | None, ...] = (None, None, None, None)
@@ -587,8 +619,9 @@ def _way(
 
     A constant for compilers. It reads the state of autograd and autocast, which Dynamo guards.
     ``m`` is -1 if it is dynamic. Unless ``is_traced``, of an eager call. The word is "training",
-    "keeping" if the layer has main gradients or delayed scaling, "inference", "frozen" if the
-    product reads only the frozen weight, or "offloaded" or "refused" for an offloaded weight.
+    "keeping" if the layer has main gradients or delayed scaling, "saving" if it saves its input in
+    FP8 at this m, "inference", "frozen" if the product reads only the frozen weight, or "offloaded"
+    or "refused" for an offloaded weight.
     """
     flags, columns, *routes = plan.split(_BETWEEN)
     if is_traced and EAGER in plan:
@@ -609,6 +642,8 @@ def _way(
     word = "training" if is_training else "frozen" if is_frozen else "inference"
     if is_training and (flags.startswith(ADDING) or has_delayed(plan)):
         word = "keeping"
+    if is_training and SAVED in plan and (form := saved_form(routes[2], max(m, 0))):
+        word, plan = "saving", saved_at(plan, form)
     return f"{word}{_BETWEEN}{plan}"
 
 
@@ -665,7 +700,7 @@ def described(plan: str) -> list[tuple[str, bool, list[list[tuple[int, bool]]]]]
     kernel.
     """
     flags, _, *routes = plan.split(_BETWEEN)
-    keeps = flags.startswith(ADDING) or has_delayed(plan)
+    keeps = flags.startswith(ADDING) or has_delayed(plan) or SAVED in plan
     if keeps or OFFLOADED in flags or (ALTERED in flags and HELD not in flags):
         return None
     return [

@@ -8,8 +8,9 @@ right operand, then the first m of each kernel, for m that 16 divides and for ot
 An empty name means torch's unquantized product, and a name behind "~" that there is a kernel in
 eager calls only. On another device a kernel's emulation runs. A part ``float16`` says that operands
 and outputs are float16 instead of bfloat16 (`in_dtype`), one ``switch=NAME`` names a switch
-(`turn`), one ``delayed=KEY`` a layer with delayed scaling (`delayed`), and a last part may define a
-check (`lokakern.sampled_check`) or, in compiled graphs, another kernel for a left operand that is
+(`turn`), one ``delayed=KEY`` a layer with delayed scaling (`delayed`), one ``saved=FORM`` that the
+input of a layer is saved in FP8 (`lokakern.nn.saved_inputs`), and a last part may define a check
+(`lokakern.sampled_check`) or, in compiled graphs, another kernel for a left operand that is
 quantized as it is computed (`crossed`). The ops look up a kernel when they run, not when they are
 traced, because m may be dynamic. Where Inductor knows m, it may quantize the left operand in the
 kernel that computes it (`lokakern.nn.inductor`).
@@ -625,7 +626,7 @@ def _multiply(
     if data is None and b is not None and (left is not None or b.dtype is torch.float32):
         data, scale = _quantize_weight(b.t(), loaded.form.value)
     if data is not None:
-        right = _right(data, scale, loaded.form)
+        right = right_of(data, scale, loaded.form)
         if left is not None:
             if left_scales is None:
                 left_scales = equal_scales(kernel.granularity, left, left_scale)
@@ -650,7 +651,7 @@ def _multiply(
     return out
 
 
-def _right(data: Tensor, scale: Tensor | None, form: Granularity) -> QuantizedTensor:
+def right_of(data: Tensor, scale: Tensor | None, form: Granularity) -> QuantizedTensor:
     """The right operand of a product, from the data of ``b.t()``."""
     if data.stride(1) == 1 and data.stride(0) == pitch_of(data.shape[1]):
         return QuantizedTensor(data, scale, form, True)
@@ -690,7 +691,7 @@ def quantized_operands(
     if data is None:
         assert weight is not None
         data, scale = _quantize_weight(weight, forms[1].value)
-    return QuantizedTensor(left, left_scales, forms[0]), _right(data, scale, forms[1])
+    return QuantizedTensor(left, left_scales, forms[0]), right_of(data, scale, forms[1])
 
 
 def multiply_quantized(
@@ -866,12 +867,7 @@ def _add_weight_gradient(
     Raises:
         ShapeError: ``main_grad`` is not float32 ``[n, k]``.
     """
-    shape = grad.shape[1], x.shape[1]
-    if main_grad.dtype is not torch.float32 or tuple(main_grad.shape) != shape:
-        raise ShapeError(
-            f"main_grad of a weight is {list(main_grad.shape)} {main_grad.dtype}; expected "
-            f"{list(shape)} torch.float32"
-        )
+    check_main_grad(main_grad, grad.shape[1], x.shape[1])
     # The version stays: compilers may save it for the backward pass of each graph that is kept.
     total, kernel = main_grad.data, kernel_here(route, grad.shape[0], x.device)
     with torch.autocast(x.device.type, enabled=False):  # emulations multiply in float32
@@ -890,6 +886,19 @@ def _add_weight_gradient(
             torch.ops.aten.addmm.dtype_out(total, grad.t(), x, torch.float32, out=total)
         else:  # torch adds such products to float32 on NVIDIA GPUs only
             total.addmm_(grad.t().float(), x.float())
+
+
+def check_main_grad(main_grad: Tensor, n: int, k: int) -> None:
+    """Check what the gradient of a weight ``[n, k]`` is added to.
+
+    Raises:
+        ShapeError: It is not float32 ``[n, k]``.
+    """
+    if main_grad.dtype is not torch.float32 or tuple(main_grad.shape) != (n, k):
+        raise ShapeError(
+            f"main_grad of a weight is {list(main_grad.shape)} {main_grad.dtype}; expected "
+            f"{[n, k]} torch.float32"
+        )
 
 
 def _readable(x: Tensor) -> Tensor:

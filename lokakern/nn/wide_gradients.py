@@ -33,6 +33,7 @@ def write_in_float32(graph: fx.Graph) -> None:
     """Let products write the gradients of float32 weights, in the graph of forward and backward."""
     behind = behind_gradients(graph)
     quantized = OPS.quantized_weight_gradient.default
+    from_saved = OPS.saved_weight_gradient.default
     is_tuned = config is not None and (config.max_autotune or config.max_autotune_gemm)
     for node in list(graph.find_nodes(op="call_function", target=_CAST)):
         if node not in behind or not _is_result(node):
@@ -49,6 +50,8 @@ def write_in_float32(graph: fx.Graph) -> None:
                 op, given = OPS.wide_weight_gradient.default, product.args
             elif product.target is quantized and writes_float32(kernel_at(str(product.args[3]), 0)):
                 op, given = quantized, (*product.args[:4], True)
+            elif product.target is from_saved and _is_wide(product, route=3):
+                op, given = from_saved, (*product.args[:4], True)
             else:
                 continue
             wide = graph.call_function(op, given)
@@ -94,10 +97,10 @@ def _is_aligned(product: fx.Node) -> bool:
     return all(x is not None and all(size % MULTIPLE == 0 for size in x) for x in shapes)
 
 
-def _is_wide(product: fx.Node) -> bool:
-    """Whether the kernel of a weight's gradient writes float32, too."""
+def _is_wide(product: fx.Node, route: int = 2) -> bool:
+    """Whether the kernel of a weight's gradient writes float32, too; ``route`` is an argument."""
     shape = _shape_of(product.args[0])
-    name = "" if shape is None else kernel_at(str(product.args[2]), shape[0])
+    name = "" if shape is None else kernel_at(str(product.args[route]), shape[0])
     return shape is not None and (not name or writes_float32(name))
 
 
