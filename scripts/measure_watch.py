@@ -5,22 +5,26 @@
 
 The dense part of MLPerf's DLRM-DCNv2, bfloat16, fused AdamW: "graph" at 8192 samples in CUDA graphs
 of torch.compile, "compiled" at 2048 without graphs. Or that of Wukong S, in float32 under autocast,
-with the gradients of its embeddings. Blocks of steps with and without a watch, each
-with one sampled step, run in turn; the overhead is the median of their ratios. What it consists of
-is measured apart: the sampled step and others by themselves, the thread's time for each window, and
-how many products it replayed. With ``--quiet-steps`` the model then learns a teacher's clicks on
-batches that change, and alarms are counted and printed. Then one feature of DLRM-DCNv2 grows until
-FP8 is unsafe; in a model that learned before it need not become so. Prints some lines for each
-case, and writes all figures to FILE. About a minute on an H200 without a quiet run; ``--size tiny
---every 10 --kernels row`` tries it on a CPU.
+with the gradients of its embeddings. Blocks of steps with and without a watch, each with one
+sampled step, run in turn; the overhead is the median of their ratios, and its interval holds it at
+95 %. What it consists of is measured apart: the sampled step and others by themselves, steps
+without a watch, what of a sampled step its ops, its hooks and its end take, the thread's time for
+each window, and how many products it replayed. With ``--quiet-steps`` the model then learns a
+teacher's clicks on batches that change, and alarms are counted and printed. Then one feature of
+DLRM-DCNv2 grows until FP8 is unsafe; in a model that learned before it need not become so. Prints
+some lines for each case, and writes all figures to FILE. About a minute on an H200 without a quiet
+run; ``--size tiny --every 10 --kernels row`` tries it on a CPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import math
 import statistics
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +33,7 @@ import torch
 from torch import Tensor, nn
 
 import lokakern
+from lokakern import native
 from lokakern.bench.models.arms import apply_mods
 from lokakern.bench.models.blocks import ClickModel
 from lokakern.bench.models.catalog import CATALOG, config_named
@@ -40,7 +45,9 @@ from lokakern.bench.models.zoo.catalog import dlrm_dcnv2
 from lokakern.conversion import drift_judge
 from lokakern.conversion.convert import Conversion
 from lokakern.conversion.drift_watch import STAYS, TO_BF16, DriftWatch
+from lokakern.probe import hooks
 from lokakern.probe.drift import Ranges
+from lokakern.probe.windows import transfers_of
 from lokakern.types import COMPILED, COMPILED_GRAPH
 from lokakern.workloads.distributions import distribution_named, draw_rows
 
@@ -216,7 +223,7 @@ def measure(case: str, asked: argparse.Namespace) -> dict[str, Any]:
         first = thread.windows.copy()
         probe: Any = watch._probe
         without_waits(watched, watch)
-        apart = steps_apart(watched, watch)
+        apart = steps_apart(watched, alone, watch)
         probe.every = every
         graphs = COUNTERS["unique_graphs"]
         ratios, plain_ms, beyond_ms = [], [], []
@@ -248,6 +255,8 @@ def measure(case: str, asked: argparse.Namespace) -> dict[str, Any]:
     return {
         "model": asked.model, "case": case, "samples": len(watched.inputs[0]), "every": every,
         "overhead": statistics.median(ratios) - 1.0, "overheads": [x - 1.0 for x in ratios],
+        "overhead_interval": [x - 1.0 for x in interval_of(ratios)],
+        "library": str(native.status()),
         "step_ms": statistics.median(plain_ms), "thread_beyond_block_ms": beyond_ms[1:],
         **apart, "first_windows": first, "windows": windows,
         "drift_windows": thread.windows[windows_before:],
@@ -259,38 +268,100 @@ def measure(case: str, asked: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def steps_apart(watched: Training, watch: DriftWatch) -> dict[str, Any]:
+def steps_apart(watched: Training, alone: Training, watch: DriftWatch) -> dict[str, Any]:
     """Medians of sampled steps and of those before the next, each with an idle device before it.
 
     Until the host is done, and until the device is; of the first also without the thread, which
-    takes the interpreter from the host as soon as the step is over.
+    takes the interpreter from the host as soon as the step is over, and what it consists of then.
+    And medians of steps that are not watched.
     """
     probe: Any = watch._probe
     judge: Any = watch._judge
     probe.every = APART_EVERY
     found: dict[str, list[float]] = {}
+    parts = Parts(probe)
     for with_thread in (True, False):
         put = judge.put
         if not with_thread:
-            judge.put = lambda sites: None
+            judge.put = transfers_of
         for _ in range(APART * APART_EVERY):
             kind = "sampled" if probe.is_sampling else "other"
             is_kept = probe.is_sampling or watch.steps % APART_EVERY > APART_EVERY // 2
-            if DEVICE == "cuda":
-                torch.cuda.synchronize()
-            begun = time.perf_counter()
-            watched.step()
-            host = time.perf_counter() - begun
-            if DEVICE == "cuda":
-                torch.cuda.synchronize()
+            parts.begin()
+            host, whole = step_ms(watched)
             if is_kept:
                 end = "" if with_thread else "_alone"
-                found.setdefault(f"{kind}{end}_host_ms", []).append(host * 1e3)
-                whole = (time.perf_counter() - begun) * 1e3
+                found.setdefault(f"{kind}{end}_host_ms", []).append(host)
                 found.setdefault(f"{kind}{end}_ms", []).append(whole)
+            if kind == "sampled" and not with_thread:
+                for name, spent in parts.spent.items():
+                    found.setdefault(f"part_{name}_ms", []).append(spent * 1e3)
+            host, whole = step_ms(alone)
+            found.setdefault("unwatched_host_ms", []).append(host)
+            found.setdefault("unwatched_ms", []).append(whole)
         judge.put = put
         watch.apply(wait=True)
+    parts.end()
     return {name: statistics.median(values) for name, values in found.items()}
+
+
+def step_ms(training: Training) -> tuple[float, float]:
+    """Time of a step until the host is done, and until the device is."""
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    begun = time.perf_counter()
+    training.step()
+    host = time.perf_counter() - begun
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    return host * 1e3, (time.perf_counter() - begun) * 1e3
+
+
+class Parts:
+    """What of the host's time a step spends on samples of both passes, on hooks, and at its end."""
+
+    def __init__(self, probe: Any) -> None:
+        self.spent: dict[str, float] = {}
+        self._taking, self._probe, self._end_window = hooks.taking, probe, probe._end_window
+        self._recorders: dict[Any, Any] = {r: r.weight_gradient for r in probe._recorders.values()}
+        hooks.taking = self._timed_taking  # type: ignore[assignment]
+        probe._end_window = self._timed("end", self._end_window)
+        for recorder, hook in self._recorders.items():
+            recorder.weight_gradient = self._timed("weights", hook)
+
+    def begin(self) -> None:
+        self.spent = dict.fromkeys(("forward", "backward", "weights", "end"), 0.0)
+
+    def end(self) -> None:
+        hooks.taking = self._taking
+        self._probe._end_window = self._end_window
+        for recorder in self._recorders:
+            del recorder.weight_gradient
+
+    def _timed(self, name: str, call: Any) -> Any:
+        def timed(*args: Any) -> Any:
+            begun = time.perf_counter()
+            found = call(*args)
+            self.spent[name] += time.perf_counter() - begun
+            return found
+
+        return timed
+
+    @contextlib.contextmanager
+    def _timed_taking(self) -> Iterator[Any]:
+        begun = time.perf_counter()
+        with self._taking() as wanted:
+            yield wanted
+        name = "backward" if hooks.is_backward_under_way() else "forward"
+        self.spent[name] += time.perf_counter() - begun
+
+
+def interval_of(values: list[float]) -> tuple[float, float]:
+    """Of the median of what values are a sample of, at 95 %, by their order; all of few values."""
+    ordered, count = sorted(values), len(values)
+    below = [sum(math.comb(count, i) for i in range(k + 1)) / 2**count for k in range(count)]
+    cut = sum(share <= 0.025 for share in below)
+    return ordered[max(cut - 1, 0)] if cut else ordered[0], ordered[-max(cut, 1)]
 
 
 def without_waits(watched: Training, watch: DriftWatch) -> None:
@@ -380,20 +451,34 @@ def lines_of(row: dict[str, Any]) -> list[str]:
         windows = row[name]
         cpu = [window["cpu_ms"] for window in windows]
         products = [window["products"] for window in windows]
-        return f"cpu {[round(x, 1) for x in cpu]} ms, products {products}"
+        return f"cpu {[round(x, 2) for x in cpu]} ms, products {products}"
 
+    low, high = row["overhead_interval"]
+    beyond = row["sampled_alone_host_ms"] - row["other_alone_host_ms"]
+    with_thread = row["sampled_host_ms"] - row["sampled_alone_host_ms"]
+    taken = sum(row[f"part_{name}_ms"] for name in ("forward", "backward", "weights", "end"))
+    expected = ((row["sampled_ms"] - row["other_ms"]) / row["every"]
+                + row["other_ms"] - row["unwatched_ms"]) / row["unwatched_ms"]  # fmt: skip
     late = "" if (row["swapped_after"] or MOST_STEPS) <= BAR else f" (more than {BAR})"
     drift = (
         f"  drift told after {row['told_after']} steps, swapped after {row['swapped_after']}{late},"
         f" {row['compiled_by_swap']} compiled for it, in bf16: {', '.join(row['in_bf16'])}"
     )
     return [
-        f"{row['model']}, {row['case']} at {row['samples']}: overhead {row['overhead']:+.2%} of "
-        f"{row['step_ms']:.3f} ms, {[round(x, 3) for x in row['overheads']]}; {row['layers']} "
-        f"layers, {row['recompiled']} compiled, {row['alarms']} alarms; {row['took_s']} s",
+        f"{row['model']}, {row['case']} at {row['samples']}: overhead {row['overhead']:+.2%} "
+        f"({low:+.2%} to {high:+.2%}) of {row['step_ms']:.3f} ms, "
+        f"{[round(x, 3) for x in row['overheads']]}; {row['layers']} layers, "
+        f"{row['recompiled']} compiled, {row['alarms']} alarms; {row['took_s']} s",
         f"  host of a step {row['other_host_ms']:.3f} ms, sampled {row['sampled_host_ms']:.3f}, "
         f"without the thread {row['sampled_alone_host_ms']:.3f}; until the device is done "
-        f"{row['other_ms']:.3f}, {row['sampled_ms']:.3f} and {row['sampled_alone_ms']:.3f}",
+        f"{row['other_ms']:.3f}, {row['sampled_ms']:.3f} and {row['sampled_alone_ms']:.3f}; not "
+        f"watched {row['unwatched_host_ms']:.3f} and {row['unwatched_ms']:.3f}",
+        f"  a sampled step beyond another {beyond:.3f} ms of the host: samples forward "
+        f"{row['part_forward_ms']:.3f}, backward {row['part_backward_ms']:.3f}, hooks of weights "
+        f"{row['part_weights_ms']:.3f}, its end {row['part_end_ms']:.3f}, the rest (its graphs) "
+        f"{beyond - taken:.3f}; with the thread {with_thread:+.3f}; library: {row['library']}",
+        f"  expected of these: {row['sampled_ms'] - row['other_ms']:.3f} ms of a sample, and "
+        f"{row['other_ms'] - row['unwatched_ms']:+.4f} of every step, are {expected:.2%}",
         f"  thread: first {thread('first_windows')}; in rounds {thread('windows')}; of the drift "
         f"{thread('drift_windows')}",
         *quiet_lines(row["quiet"]),

@@ -1,8 +1,8 @@
 """The thread of a watch: compares windows, and judges the products whose operands moved.
 
 Whatever it does in Python, it takes from the training, whose thread waits for the interpreter
-meanwhile. So windows are compared by a few calls, and of a site only the kernels are replayed that
-its products have.
+meanwhile. So windows are compared by a few calls, none of the device unless something is judged,
+and of a site only the kernels are replayed that its products have.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import itertools
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -106,10 +106,7 @@ class DriftJudge:
         except torch.OutOfMemoryError as error:
             self._found.append(error)
             return
-        ready = {}
-        for device in {s.device for s in sites.values() if s.device.type == "cuda"}:
-            ready[device] = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            ready[device].record(torch.cuda.current_stream(device))
+        ready = {x.device: x.ready for x in numbers if x.ready is not None}
         self._drop(MOST_WAITING - 1)
         self._windows.put(Window(sites, numbers, ready))
 
@@ -153,15 +150,7 @@ class DriftJudge:
         if window is None:
             return False
         try:
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(torch.no_grad())
-                stack.enter_context(Progress())  # shown nowhere
-                for device, event in window.ready.items():
-                    if device not in self._streams:
-                        self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-                    self._streams[device].wait_event(event)
-                    stack.enter_context(torch.cuda.stream(self._streams[device]))
-                self._judge(window)
+            self._judge(window)
         except Exception as error:  # the next step of the training tells it
             self._found.append(error)
         return True
@@ -190,8 +179,32 @@ class DriftJudge:
             able = [p for p in self._turns if PARTS_OF[p[1]] <= parts.get(p[0], set())]
             places = self._next(able, off)
             moved = {name: "" for name, _ in places}
-        if not moved:
-            return
+        if moved:
+            with self._beside(window):
+                self._judge_products(window, moved, places, again, waiting_still, in_turn)
+
+    @contextlib.contextmanager
+    def _beside(self, window: Window) -> Iterator[None]:
+        """Run launches on streams of the thread, behind those of a window."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(Progress())  # shown nowhere
+            for device, event in window.ready.items():
+                if device not in self._streams:
+                    self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+                self._streams[device].wait_event(event)
+                stack.enter_context(torch.cuda.stream(self._streams[device]))
+            yield
+
+    def _judge_products(
+        self,
+        window: Window,
+        moved: dict[str, str],
+        places: Collection[Place],
+        again: Mapping[str, str],
+        waiting_still: dict[str, str],
+        in_turn: bool,
+    ) -> None:
         # Until it is judged: what is usual began anew, and no later window tells it again.
         fails_first = {} if in_turn else {n: w for n, w in moved.items() if n not in again}
         self._again = waiting_still | fails_first

@@ -23,14 +23,14 @@ from torch import Tensor, nn
 from lokakern.conversion.drift_judge import DriftJudge, Judged, Place
 from lokakern.conversion.variants import refuse_ranks
 from lokakern.errors import ShapeError, UnsupportedError
+from lokakern.native import NATIVE
 from lokakern.nn.raw_product import is_layer
 from lokakern.nn.routed_matmul import PLAIN, read_route
 from lokakern.probe.hooks import is_plain
 from lokakern.probe.report import ProbeReport
 from lokakern.probe.session import Probe
-from lokakern.probe.statistics import sizes_of
 from lokakern.probe.verdicts import LIMITS
-from lokakern.probe.windows import SiteWindow, WindowRecorder
+from lokakern.probe.windows import SiteWindow, WindowRecorder, take_weight_sizes
 
 if TYPE_CHECKING:
     from lokakern.conversion.convert import Conversion
@@ -132,8 +132,8 @@ class _WindowProbe(Probe):
             weight = self._parameter_of(name)
             if weight is not None and weight.shape == (window.n, window.k):
                 window.weight = weight
-            if window.weight is not None and self._windows % WEIGHTS_EVERY == 0:
-                window.weight_sizes = sizes_of(window.weight)
+        if self._windows % WEIGHTS_EVERY == 0:
+            take_weight_sizes([x for x in windows.values() if x.weight is not None])
         self._windows += 1
         if windows:
             self._hand_over(windows)
@@ -241,6 +241,8 @@ class DriftWatch:
         self._judge = DriftJudge(
             self._kernels, self._report, self._budget, lambda: set(tuple(self._off))
         )  # fmt: skip
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            NATIVE.ask()  # for samples, and their numbers
         self._probe = probe
         self._probe.start()
 

@@ -6,7 +6,8 @@ their chains (``layer.h``), ``NATIVE.call_sequence`` those of their sequences (`
 which need no recording. The first call with a signature runs in Python; the second is recorded
 (`lokakern.native.record`); later ones are replayed by the library in this folder (``plan.h``). Both
 ways launch the same kernels with the same arguments, so that results are equal to the bit. Calls
-that cannot be recorded stay in Python, as do all calls where there is no C++ compiler.
+that cannot be recorded stay in Python, as do all calls where there is no C++ compiler. The library
+also takes the samples of a watch (``window.h``).
 
 LOKAKERN_NATIVE: "off" disables the library; "wait" builds it before the first call; by default a
 thread builds it at the first call on a GPU, and calls stay in Python until it is there.

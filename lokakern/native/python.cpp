@@ -2,6 +2,7 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
+#include <pybind11/numpy.h>
 
 #include <unordered_set>
 
@@ -11,6 +12,7 @@
 #include "layer.h"
 #include "ops.h"
 #include "sequence.h"
+#include "window.h"
 
 namespace lokakern {
 namespace {
@@ -620,4 +622,25 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     return found;
   });
   module.def("load_plans", &load_plans, py::call_guard<py::gil_scoped_release>());
+  // See `lokakern.probe.hooks` and `lokakern.probe.windows`.
+  module.def("take_samples", torch::wrap_pybind_function_no_gil(&take_samples));
+  module.def("sizes_of", torch::wrap_pybind_function_no_gil(&sizes_of));
+  module.def("as_tensors", torch::wrap_pybind_function(&as_tensors));
+  const auto window_numbers = [](const std::vector<std::vector<at::Tensor>>& operands,
+                                 const std::vector<std::vector<at::Tensor>>& weights,
+                                 int64_t elements, int64_t most_elements, double fewest_below,
+                                 double least_share, double least_size) {
+    const WindowLimits limits{elements, most_elements, fewest_below, least_share, least_size};
+    return std::make_unique<WindowNumbers>(operands, weights, limits);
+  };
+  module.def("window_numbers", torch::wrap_pybind_function_no_gil(window_numbers));
+  py::class_<WindowNumbers>(module, "WindowNumbers")
+      .def("compute", [](const WindowNumbers& window) {
+        std::vector<double> found;
+        {
+          const py::gil_scoped_release others;
+          found = window.compute();
+        }
+        return py::array_t<double>(static_cast<py::ssize_t>(found.size()), found.data());
+      });
 }

@@ -8,3 +8,4 @@
 #include "plan.cpp"
 #include "python.cpp"
 #include "sequence.cpp"
+#include "window.cpp"

@@ -8,22 +8,23 @@ that no compiler drops it, and its backward copies the gradient. Both read opera
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
 import random
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import unserializable_hook
 
+from lokakern.native import NATIVE
 from lokakern.nn.module_scan import Joined, has_buffers, weight_of
 from lokakern.probe.statistics import (
-    OperandStatistics,
     SiteStatistics,
     Update,
     add_cancellations,
@@ -98,6 +99,10 @@ class Sample:
         index = self._index(x.shape[:-1])
         return x.index_select(0, index[0]) if len(index) == 1 else x[index]
 
+    def index_of(self, count: int) -> Tensor:
+        """Places of the rows that are taken of so many."""
+        return self._index((count,))[0]
+
     def part_of(self, x: Tensor) -> Tensor:
         """Of many rows ``[..., columns]`` some, evenly spread, as a view if they lie in order."""
         count = math.prod(x.shape[:-1])
@@ -105,8 +110,15 @@ class Sample:
             return x
         if not x.is_contiguous():
             return x[self._index(x.shape[:-1], READ_ROWS)]
+        first, step = self.stride_of(count)
+        return x.view(count, -1)[first::step]
+
+    def stride_of(self, count: int) -> tuple[int, int]:
+        """The first of the rows of which sizes are read, of so many, and steps to the next."""
+        if count < MANY_ROWS:
+            return 0, 1
         step = coprime_from(count // READ_ROWS, count)
-        return x.view(count, -1)[int(self.share * step) :: step]
+        return int(self.share * step), step
 
     def _index(self, shape: tuple[int, ...], most: int = SAMPLED_ROWS) -> tuple[Tensor, ...]:
         """Indices of rows, made once for all matrices of a shape.
@@ -121,11 +133,52 @@ class Sample:
                 stride, first = coprime_from(int(GOLDEN * count), count), int(self.share * count)
             places = (first + stride * torch.arange(kept, device=self.keys.device)) % count
             index = []
-            for extent in reversed(shape):
+            for extent in reversed(shape[1:]):
                 index.append(places % extent)
                 places = places // extent
-            self._places[shape, most] = tuple(reversed(index))
+            self._places[shape, most] = (places, *reversed(index))
         return self._places[shape, most]
+
+
+class Wanted(NamedTuple):
+    """An operand of which a sample is to be taken."""
+
+    recorder: Recorder
+    operand: Any  # statistics, or a window's part
+    x: Tensor  # ``[..., columns]``
+    sample: Sample
+    pairs: int  # number of its rows, where its gradient will come; else 0
+    is_gradient: bool = False
+
+
+@contextlib.contextmanager
+def taking() -> Iterator[list[Wanted]]:
+    """Samples of operands that are added to the list are taken at the end.
+
+    In C++ by one call, or by torch, with the same bits; nothing is recorded for gradients.
+    """
+    wanted: list[Wanted] = []
+    with torch.inference_mode(False), torch.no_grad():
+        yield wanted
+        native = NATIVE.module
+        together = [] if native is None else [one for one in wanted if one.x.is_contiguous()]
+        taken: dict[int, Any] = {}
+        if native is not None and together:
+            counts = [one.x.numel() // one.x.shape[-1] for one in together]
+            given = list(zip(together, counts, strict=True))
+            found = native.take_samples(
+                [one.x for one in together],
+                [one.sample.index_of(count) for one, count in given],
+                [one.sample.stride_of(count) for one, count in given],
+            )
+            taken = {id(one): some for one, some in zip(together, found, strict=True)}
+        for one in wanted:
+            if id(one) in taken:
+                *sizes, rows = taken[id(one)]
+            else:
+                rows = one.sample.rows_of(one.x)
+                sizes = [*sizes_of(one.sample.part_of(one.x))]
+            one.recorder.keep(one, sizes, rows)
 
 
 class Recorder:
@@ -157,11 +210,12 @@ class Recorder:
         _RECORDERS[self.number] = self
 
     def forward(
-        self, x: Tensor, weight: Tensor | None, y: Tensor, has_gradient: bool
+        self, x: Tensor, weight: Tensor | None, y: Tensor, has_gradient: bool, wanted: list[Wanted]
     ) -> Sample | None:
-        """Sample a call ``x [..., k]`` to ``y [..., n]``; the weight is None if it is not at hand.
+        """Count a call ``x [..., k]`` to ``y [..., n]``; the weight is None if it is not at hand.
 
-        `backward` samples the gradient by the result; None where nothing was sampled.
+        What is to be taken of it is added to ``wanted``. `backward` samples the gradient by the
+        result; None where nothing is sampled.
         """
         if self._step != self.sampler.step:
             self._step, self._calls, self._reruns = self.sampler.step, 0, 0
@@ -172,20 +226,17 @@ class Recorder:
         self._calls += 1
         if self._calls > MOST_CALLS or not self._fits(x, y) or _is_captured(x):
             return None
-        with torch.inference_mode(False), torch.no_grad():
-            sample = self.sampler.sample(self._calls, x.device)
-            statistics = self.statistics_on(x.device)
-            x = _as_rows(x)
-            count = x.numel() // self.k
-            statistics.count({count: 1})
-            statistics.see_half(y.dtype)
-            rows = self._take(statistics.input, x, sample)
-            if has_gradient:
-                self._inputs[sample] = rows, count
-            if self._calls == 1 and weight is not None:
-                self.take_weight(weight)
-            if self._calls == 1 and self.check is not None:
-                self.check(x, weight, _as_rows(y))
+        sample = self.sampler.sample(self._calls, x.device)
+        statistics = self.statistics_on(x.device)
+        x = _as_rows(x)
+        count = x.numel() // self.k
+        statistics.count({count: 1})
+        statistics.see_half(y.dtype)
+        if self._calls == 1 and weight is not None:
+            self.take_weight(weight)
+        if self._calls == 1 and self.check is not None:
+            self.check(x, weight, _as_rows(y))
+        wanted.append(Wanted(self, statistics.input, x, sample, count if has_gradient else 0))
         return sample
 
     def take_weight(self, weight: Tensor) -> None:
@@ -195,12 +246,12 @@ class Recorder:
                 self.statistics.add_weight(weight)
 
     def forward_in_graph(
-        self, x: Tensor, weight: Tensor | None, y: Tensor, has_gradient: bool
+        self, x: Tensor, weight: Tensor | None, y: Tensor, has_gradient: bool, wanted: list[Wanted]
     ) -> int:
-        """Sample a call in a graph; its gradient comes to `backward_in_graph` with the number."""
+        """Count a call in a graph; its gradient comes to `backward_in_graph` with the number."""
         if is_backward_under_way():  # a checkpoint runs the forward pass again: it counted already
             return NO_CALL
-        sample, call = self.forward(x, weight, y, has_gradient), NO_CALL
+        sample, call = self.forward(x, weight, y, has_gradient, wanted), NO_CALL
         if has_gradient:
             self.see_input_gradient()  # which the graph does not tell
             call = next(self._numbers)
@@ -219,8 +270,8 @@ class Recorder:
         self._reruns += 1
         return self.sampler.sample(-self._reruns, y.device) if self._reruns <= MOST_CALLS else None
 
-    def backward_in_graph(self, gradient: Tensor, call: int) -> None:
-        """Sample the gradient of a call in a graph.
+    def backward_in_graph(self, gradient: Tensor, call: int, wanted: list[Wanted]) -> None:
+        """Add the gradient of a call in a graph to what is to be taken.
 
         A call that a checkpoint repeats has no number: it is the last one that still waits.
         """
@@ -228,16 +279,22 @@ class Recorder:
             call = next(reversed(self._samples))
         sample = self._samples.pop(call, None)
         if sample is not None:
-            self.backward(sample, gradient)
+            self.backward(sample, gradient, wanted)
 
-    def backward(self, sample: Sample, gradient: Tensor) -> None:
-        """Sample the gradient of the output of a call."""
+    def backward(self, sample: Sample, gradient: Tensor, wanted: list[Wanted]) -> None:
+        """Add the gradient of the output of a call to what is to be taken."""
         if self.statistics is None or not is_plain(gradient) or _is_captured(gradient):
             return
-        with torch.inference_mode(False), torch.no_grad():
-            rows = self._take(self.statistics.grad_output, _as_rows(gradient), sample)
-        if sample in self._inputs:
-            self._pairs.append((*self._inputs.pop(sample), rows))
+        operand = self.statistics.grad_output
+        wanted.append(Wanted(self, operand, _as_rows(gradient), sample, 0, is_gradient=True))
+
+    def keep(self, wanted: Wanted, sizes: list[Tensor], rows: Tensor) -> None:
+        """Take in what was taken of an operand."""
+        self._add(add_rows, wanted.operand, *sizes, rows, wanted.sample.keys[: len(rows)])
+        if wanted.pairs:
+            self._inputs[wanted.sample] = rows, wanted.pairs
+        elif wanted.is_gradient and wanted.sample in self._inputs:
+            self._pairs.append((*self._inputs.pop(wanted.sample), rows))
 
     @unserializable_hook  # type: ignore[untyped-decorator]
     def weight_gradient(self, gradient: Tensor) -> None:
@@ -288,12 +345,6 @@ class Recorder:
                 f"[..., {self.n}]"
             )
         return fits and x.numel() > 0 and y.numel() > 0
-
-    def _take(self, operand: OperandStatistics, x: Tensor, sample: Sample) -> Tensor:
-        rows = sample.rows_of(x)
-        sizes, keys = sizes_of(sample.part_of(x)), sample.keys[: len(rows)]
-        self._add(add_rows, operand, *sizes, rows, keys)
-        return rows
 
     def _add(self, update: Update, owner: Any, *tensors: Tensor) -> None:
         self.sampler.buffer.add(update, owner, *tensors)
@@ -389,16 +440,22 @@ def hook_of(recorder: Recorder, seen: Callable[[Recorder, Tensor], None]) -> Hoo
         if is_backward_under_way():
             sample = recorder.sample_of_rerun(y) if has_gradient else None
         else:
-            sample = recorder.forward(x, weight, y, has_gradient)
+            with taking() as wanted:
+                sample = recorder.forward(x, weight, y, has_gradient, wanted)
             if sample is not None:
                 seen(recorder, y)
         if has_gradient and x.requires_grad:
             recorder.see_input_gradient()
         if sample is not None and has_gradient:
-            y.register_hook(functools.partial(recorder.backward, sample))  # type: ignore[no-untyped-call]
+            y.register_hook(functools.partial(_sample_gradient, recorder, sample))  # type: ignore[no-untyped-call]
         return None
 
     return Hook(hook)
+
+
+def _sample_gradient(recorder: Recorder, sample: Sample, gradient: Tensor) -> None:
+    with taking() as wanted:
+        recorder.backward(sample, gradient, wanted)
 
 
 def _is_at_hand(x: Tensor) -> bool:
@@ -446,14 +503,8 @@ def _tap(
     A compiler may order the gradients of calls as it likes: the number tells them apart. It is on
     the CPU, where reading it waits for nothing.
     """
-    return y.clone(), _tapped(y, x, weight, site, has_gradient)
-
-
-def _tapped(y: Tensor, x: Tensor, weight: Tensor | None, site: int, has_gradient: bool) -> Tensor:
-    recorder, call = _RECORDERS.get(site), NO_CALL
-    if recorder is not None and recorder.sampler.on:
-        call = recorder.forward_in_graph(x, weight, y, has_gradient)
-    return torch.tensor(call)
+    (number,) = _taps([y], [x], [weight], [site], [has_gradient])
+    return y.clone(), number
 
 
 def _taps(
@@ -461,27 +512,38 @@ def _taps(
     have_gradients: list[bool],
 ) -> list[Tensor]:  # fmt: skip
     """Several `_tap` behind all else in a graph, without copies: the numbers of the calls."""
-    return [_tapped(*given) for given in zip(ys, xs, weights, sites, have_gradients, strict=True)]
+    calls = []
+    with taking() as wanted:
+        for y, x, weight, site, has_gradient in zip(
+            ys, xs, weights, sites, have_gradients, strict=True
+        ):
+            recorder, call = _RECORDERS.get(site), NO_CALL
+            if recorder is not None and recorder.sampler.on:
+                call = recorder.forward_in_graph(x, weight, y, has_gradient, wanted)
+            calls.append(call)
+    native = NATIVE.module
+    return [*map(torch.tensor, calls)] if native is None else native.as_tensors(calls)
 
 
 def _tap_gradient(gradient: Tensor, call: Tensor, site: int) -> Tensor:
-    _gradient_tapped(gradient, call, site)
+    _take_gradients([gradient], [call], [site])
     return gradient.clone()
-
-
-def _gradient_tapped(gradient: Tensor, call: Tensor, site: int) -> None:
-    recorder = _RECORDERS.get(site)
-    if recorder is not None:
-        recorder.backward_in_graph(gradient, int(call))
 
 
 def _tap_gradients(
     result: Tensor, gradients: list[Tensor], calls: list[Tensor], sites: list[int]
 ) -> Tensor:
     """Several `_tap_gradient` behind all else in a graph, of which a copy of a result is left."""
-    for gradient, call, site in zip(gradients, calls, sites, strict=True):
-        _gradient_tapped(gradient, call, site)
+    _take_gradients(gradients, calls, sites)
     return result.clone()
+
+
+def _take_gradients(gradients: list[Tensor], calls: list[Tensor], sites: list[int]) -> None:
+    with taking() as wanted:
+        for gradient, call, site in zip(gradients, calls, sites, strict=True):
+            recorder = _RECORDERS.get(site)
+            if recorder is not None:
+                recorder.backward_in_graph(gradient, int(call), wanted)
 
 
 # Not `torch.library.custom_op`, whose layers for autograd took half of the host's time of a tap.

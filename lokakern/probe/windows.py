@@ -3,8 +3,9 @@
 Statistics are not updated while the model trains: a window keeps what was taken of operands as it
 is, and makes statistics of a site (`SiteWindow.statistics`) only where it is judged. Of all sites
 together a few launches bring some numbers to the host (`Transfer`), of DLRM-DCNv2's nine layers
-2 MiB. A thread sorts them by calls of NumPy on all operands at once: with a call for each operand
-the thread would take the interpreter from the training hundreds of times a window.
+2 MiB. A thread finds their quantiles in C++, without the interpreter, or where there is no library
+by calls of NumPy on all operands at once: with a call for each operand the thread would take the
+interpreter from the training hundreds of times a window.
 
 The numbers are those that decide how operands round, as in a fingerprint, but of more rows, and by
 quantiles and medians, so that a window of 256 rows tells about as much as many. Zeros are left out,
@@ -15,13 +16,14 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lokakern.native import NATIVE
 from lokakern.probe.fingerprint import LEAST_VARIANCE
 from lokakern.probe.hooks import Recorder
 from lokakern.probe.statistics import (
@@ -30,6 +32,7 @@ from lokakern.probe.statistics import (
     SiteStatistics,
     Update,
     coprime_from,
+    sizes_of,
     snapshots_of,
 )
 
@@ -49,10 +52,6 @@ class OperandWindow:
 
     def __init__(self) -> None:
         self.waiting: list[tuple[Update, tuple[Tensor, ...]]] = []
-
-    @property
-    def sampled_rows(self) -> int:
-        return sum(len(rows) for _, (_, _, rows, _) in self.waiting)
 
 
 class SiteWindow:
@@ -130,6 +129,16 @@ class WindowRecorder(Recorder):
         owner.waiting.append((update, tensors))
 
 
+def take_weight_sizes(windows: Sequence[SiteWindow]) -> None:
+    """Keep the largest magnitudes of the rows and columns of the weights of sites."""
+    weights: Any = [window.weight for window in windows]
+    with torch.inference_mode(False), torch.no_grad():
+        native = NATIVE.module
+        found = [*map(sizes_of, weights)] if native is None else native.sizes_of(weights)
+    for window, sizes in zip(windows, found, strict=True):
+        window.weight_sizes = sizes
+
+
 KINDS = ("row", "weight_row", "column", "element", "deviation", "mean")
 # Kind of what is transferred, site and part of it, and how many.
 _Place = tuple[str, str, str, int]
@@ -143,11 +152,69 @@ class Transfer:
     """
 
     def __init__(self, device: torch.device, sites: Mapping[str, SiteWindow]) -> None:
-        self._sampled = {  # rows, by site and part
-            (name, part): getattr(site, part).sampled_rows
+        self.device = device
+        self.ready: Any = None  # a CUDA event, after which all that windows hold is there, too
+        operands = [
+            (name, part, waiting)
             for name, site in sites.items()
             for part in PARTS
-        }
+            if (waiting := getattr(site, part).waiting)
+        ]
+        weights = [(name, site.weight_sizes) for name, site in sites.items() if site.weight_sizes]
+        start = _Joined if NATIVE.module is None else _start_native
+        self._compute = start(
+            {(name, part): [tensors[:3] for _, tensors in calls] for name, part, calls in operands},
+            {(name, "weight"): sizes for name, sizes in weights},
+        ).compute
+        self._operands = tuple((name, part) for name, part, _ in operands)
+        self._names = _names(self._operands, tuple((name, "weight") for name, _ in weights))
+        if device.type == "cuda":
+            self.ready = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            self.ready.record(torch.cuda.current_stream(device))
+
+    def numbers(self) -> Numbers:
+        """Numbers of all operands and weights, for which the host waits."""
+        if self.ready is not None:
+            self.ready.synchronize()
+        found = self._compute()
+        count = len(self._operands)
+        ends = (len(found) - 4 * count) // 2
+        high, low, (beyond, variance, square, sampled) = (
+            found[:ends], found[ends : 2 * ends], found[2 * ends :].reshape(4, count),
+        )  # fmt: skip
+        ratio = np.zeros(count)
+        np.divide(square, variance, out=ratio, where=variance > LEAST_VARIANCE * square)
+        values = np.concatenate((np.log2(high / low), beyond, 0.5 * np.log2(1.0 + ratio)))
+        parts: dict[str, set[str]] = {}
+        nonfinite = set[str]()
+        shares = zip(self._operands, beyond.tolist(), sampled.tolist(), strict=True)
+        for (site, part), share, rows in shares:
+            if share:
+                nonfinite.add(part)
+            if rows * (1.0 - share) >= FEWEST_ROWS:
+                parts.setdefault(site, set()).add(part)
+        return Numbers(self._names, values, parts, nonfinite)
+
+
+# By site and part, the samples of the calls of an operand: sizes of rows, and of columns, and rows.
+_Operands = Mapping[tuple[str, str], list[tuple[Tensor, ...]]]
+# By site and "weight", sizes of rows and of columns.
+_Weights = Mapping[tuple[str, str], tuple[Tensor, ...]]
+
+
+def _start_native(operands: _Operands, weights: _Weights) -> Any:
+    """`_Joined` in C++."""
+    return NATIVE.module.window_numbers(
+        [[x for call in calls for x in call] for calls in operands.values()],
+        list(weights.values()), ELEMENTS, MOST_ELEMENTS, FEWEST_BELOW, LEAST_SHARE, LEAST_SIZE,
+    )  # fmt: skip
+
+
+class _Joined:
+    """The numbers of all operands and weights of a device, on their way to the host."""
+
+    def __init__(self, operands: _Operands, weights: _Weights) -> None:
+        self._sampled = [sum(len(rows) for *_, rows in calls) for calls in operands.values()]
         # By type: what PyTorch joins, of one type, takes one launch.
         taken: dict[torch.dtype, tuple[list[Tensor], list[_Place]]] = {}
         matrices: dict[Any, _Columns] = {}
@@ -157,72 +224,61 @@ class Transfer:
             tensors.append(x)
             known += places
 
-        for name, site in sites.items():
-            for part in PARTS:
-                calls = [tensors for _, tensors in getattr(site, part).waiting]
-                for row_sizes, column_sizes, rows, _ in calls:
-                    take(row_sizes, ("row", name, part, len(row_sizes)))
-                    take(column_sizes, ("column", name, part, len(column_sizes)))
-                    some = _some(rows, ELEMENTS // len(calls))
-                    take(some, ("element", name, part, len(some)))
-                    matrices.setdefault((len(rows), rows.dtype), []).append((name, part, rows))
-            for kind, sizes in zip(("weight_row", "column"), site.weight_sizes, strict=False):
-                take(sizes, (kind, name, "weight", len(sizes)))
-        for many in matrices.values():
-            for batch in _batches(many):
+        for place, calls in operands.items():
+            for row_sizes, column_sizes, rows in calls:
+                take(row_sizes, ("row", *place, len(row_sizes)))
+                take(column_sizes, ("column", *place, len(column_sizes)))
+                some = _some(rows, ELEMENTS // len(calls))
+                take(some, ("element", *place, len(some)))
+                matrices.setdefault((len(rows), rows.dtype), []).append((*place, rows))
+        for place, many in weights.items():
+            for kind, sizes in zip(("weight_row", "column"), many, strict=True):
+                take(sizes, (kind, *place, len(sizes)))
+        for some_rows in matrices.values():
+            for batch in _batches(some_rows):
                 wide = torch.cat([x for *_, x in batch], dim=1).double()
                 for kind, x in zip(
                     ("deviation", "mean"), torch.std_mean(wide, 0, correction=0), strict=True
                 ):
                     take(x, *((kind, name, part, rows.shape[1]) for name, part, rows in batch))
         self._places = tuple(place for _, places in taken.values() for place in places)
+        self._order = tuple(operands), tuple(weights)
         flat = [torch.cat(tensors).float() for tensors, _ in taken.values()]
-        self._values = torch.cat([*flat, torch.zeros(1, device=device)])
-        self._ready: Any = None
-        if device.type == "cuda":
+        self._values = torch.cat([*flat, flat[0].new_zeros(1)])
+        if not self._values.is_cpu:
             pinned = torch.empty(
                 len(self._values), dtype=torch.float32, device="cpu", pin_memory=True
             )
             self._values = pinned.copy_(self._values, non_blocking=True)
-            self._ready = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            self._ready.record(torch.cuda.current_stream(device))
 
-    def numbers(self) -> Numbers:
-        """Numbers of all operands and weights, for which the host waits; some 40 calls of NumPy."""
-        if self._ready is not None:
-            self._ready.synchronize()
+    def compute(self) -> Array:
+        """See `WindowNumbers` in C++; some 40 calls of NumPy."""
         sizes = np.abs(self._values.numpy())
         finite = np.isfinite(sizes)
-        layouts = {kind: _layout(self._places, kind) for kind in KINDS}
-        beyond = np.zeros(len(layouts["row"].keys))
+        operands, weights = self._order
+        keys = {kind: operands for kind in KINDS} | {
+            "weight_row": weights, "column": (*operands, *weights),
+        }  # fmt: skip
+        layouts = {kind: _layout(self._places, kind, keys[kind]) for kind in KINDS}
+        beyond = np.zeros(len(operands))
         if not finite.all():
             beyond = (~finite)[layouts["row"].index].sum(axis=1) / layouts["row"].counts
             sizes = np.where(finite, sizes, np.float32(0.0))
         row, weight, column, element = (_Ordered(sizes[layouts[kind].index]) for kind in KINDS[:4])
         share = np.clip(FEWEST_BELOW / np.maximum(row.counts, 1), LEAST_SHARE, 0.25)
-        tops = [
+        high = [
             row.at(np.ceil((1.0 - share) * row.counts) - 1), weight.at_share(1.0),
             column.at_share(1.0), element.at_share(0.999),
         ]  # fmt: skip
-        bottoms = [
+        low = [
             row.at(np.ceil(share * row.counts) - 1),
             *(some.at_share(0.5) for some in (weight, column, element)),
         ]
-        high, low = (np.concatenate(some, dtype=np.float64) for some in (tops, bottoms))
-        variance, square = (
-            np.square(sizes[layouts[kind].index], dtype=np.float64).sum(axis=1)
+        sums = [  # in order, as in C++
+            np.square(sizes[layouts[kind].index], dtype=np.float64).cumsum(axis=1)[:, -1]
             for kind in KINDS[4:]
-        )
-        ratio = np.zeros(len(square))
-        np.divide(square, variance, out=ratio, where=variance > LEAST_VARIANCE * square)
-        values = np.concatenate((np.log2(high / low), beyond, 0.5 * np.log2(1.0 + ratio)))
-        shares = dict(zip(layouts["row"].keys, beyond.tolist(), strict=True))
-        nonfinite = {part for (_, part), share in shares.items() if share}
-        parts: dict[str, set[str]] = {}
-        for (site, part), rows in self._sampled.items():
-            if rows * (1.0 - shares.get((site, part), 0.0)) >= FEWEST_ROWS:
-                parts.setdefault(site, set()).add(part)
-        return Numbers(_names(self._places), values, parts, nonfinite)
+        ]
+        return np.concatenate((*high, *low, beyond, *sums, self._sampled), dtype=np.float64)
 
 
 class Numbers(NamedTuple):
@@ -268,37 +324,34 @@ class _Layout(NamedTuple):
     """Where the numbers of a kind are: for each operand, filled up with the zero at the end."""
 
     index: Array  # ``[operands, most]``
-    keys: tuple[tuple[str, str], ...]  # site and part
     counts: Array  # ``[operands]``
 
 
 # The same for all windows of a model with batches of one size, but for weights.
 @functools.lru_cache(maxsize=4 * len(KINDS))
-def _layout(places: tuple[_Place, ...], kind: str) -> _Layout:
-    found: dict[tuple[str, str], list[Array]] = {}
+def _layout(places: tuple[_Place, ...], kind: str, keys: tuple[tuple[str, str], ...]) -> _Layout:
+    found: dict[tuple[str, str], list[Array]] = {key: [] for key in keys}
     end = 0
     for its, site, part, count in places:
         if its == kind:
-            found.setdefault((site, part), []).append(np.arange(end, end + count))
+            found[site, part].append(np.arange(end, end + count))
         end += count
     counts = np.array([sum(map(len, some)) for some in found.values()], dtype=np.int64)
-    index = np.full((len(found), max(counts, default=0)), end)
+    index = np.full((len(found), max(counts, default=1)), end)
     for row, some in zip(index, found.values(), strict=True):
         joined = np.concatenate(some)
         row[: len(joined)] = joined
-    return _Layout(index, tuple(found), counts)
+    return _Layout(index, counts)
 
 
-@functools.lru_cache(maxsize=4)
-def _names(places: tuple[_Place, ...]) -> tuple[tuple[str, str], ...]:
+@functools.lru_cache(maxsize=8)
+def _names(
+    operands: tuple[tuple[str, str], ...], weights: tuple[tuple[str, str], ...]
+) -> tuple[tuple[str, str], ...]:
     """Names of numbers, in the order of `Transfer.numbers`."""
-    kinds = {"row_spread": "row", "row_crest": "weight_row", "column_crest": "column",
-             "crest": "element", NONFINITE: "row", MEAN: "mean"}  # fmt: skip
-    return tuple(
-        (site, f"{part}.{name}")
-        for name, kind in kinds.items()
-        for site, part in _layout(places, kind).keys
-    )
+    kinds = {"row_spread": operands, "row_crest": weights, "column_crest": (*operands, *weights),
+             "crest": operands, NONFINITE: operands, MEAN: operands}  # fmt: skip
+    return tuple((site, f"{part}.{name}") for name, keys in kinds.items() for site, part in keys)
 
 
 def transfers_of(sites: Mapping[str, SiteWindow]) -> list[Transfer]:

@@ -112,6 +112,25 @@ def test_a_drift_turns_products_off_and_its_end_turns_them_on(regime: str) -> No
     assert {row["action"] for row in map(DriftEvent.row, told)} == {STAYS, TO_BF16, TO_FP8}
 
 
+def test_events_are_the_same_where_the_library_takes_samples_and_compares() -> None:
+    found = []
+    for in_use in (native.in_use, contextlib.nullcontext):
+        with in_use():
+            model = model_of()
+            handle = lokakern.convert(model, kernels="tensor")
+            with handle.watch(budget=0.06, every=1) as watch:
+                training = Training(model, watch)
+                for steps, small in ((5, 1.0), (3, 1e-5), (3, 1.0)):
+                    training.run(steps, small)
+                run_on(
+                    training, 1, lambda seed: batch(seed).index_fill_(0, torch.tensor(3), torch.inf)
+                )
+            found.append([event.row() for event in watch.events])
+    assert {row["action"] for row in found[0]} == {STAYS, TO_BF16, TO_FP8}
+    assert any("nonfinite_rows" in row["moved"] for row in found[0])
+    assert found[0] == found[1]
+
+
 def test_compiled_steps_are_not_compiled_again() -> None:
     model = model_of()
     handle = lokakern.convert(model, kernels="tensor")

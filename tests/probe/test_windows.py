@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lokakern
 from lokakern.conversion.drift_watch import WEIGHTS_EVERY, _WindowProbe
-from lokakern.probe.windows import SiteWindow, transfers_of
+from lokakern.probe import hooks, windows
+from lokakern.probe.windows import SiteWindow, take_weight_sizes, transfers_of
+from tests.support import native
 
 K, M = 64, 256
 LAYERS = 5
@@ -107,6 +110,7 @@ def launches(act: Callable[[], object]) -> int:
     return sum(count for name, count in found.items() if name not in VIEWS)
 
 
+@pytest.mark.usefixtures("path")
 def test_a_sampled_step_makes_few_launches_and_others_none() -> None:
     """Of a layer: rows, their largest and columns' of both operands, and norms of its gradient."""
     steps = Steps(every=10)
@@ -155,3 +159,144 @@ def test_numbers_of_operands_of_unlike_sizes_are_their_own() -> None:
     assert together.parts == {
         name: {"input"} | ({"grad_output"} if name in window else set()) for name in sites
     }
+
+
+@pytest.fixture(params=["python", "cpp"])
+def path(request: pytest.FixtureRequest) -> Iterator[str]:
+    with native.in_use() if request.param == "cpp" else contextlib.nullcontext():
+        yield request.param
+
+
+def same(one: dict[str, SiteWindow], other: dict[str, SiteWindow]) -> None:
+    """Whether two windows hold the same tensors."""
+    assert one.keys() == other.keys()
+    for name, site in one.items():
+        for taken in ("input", "grad_output", "weights"):
+            some, others = (
+                x.waiting if taken == "weights" else getattr(x, taken).waiting
+                for x in (site, other[name])
+            )
+            assert len(some) == len(others) > 0
+            for (_, tensors), (_, expected) in zip(some, others, strict=True):
+                assert all(map(torch.equal, tensors, expected)), (name, taken)
+                assert [x.dtype for x in tensors] == [x.dtype for x in expected]
+        assert all(map(torch.equal, site.weight_sizes, other[name].weight_sizes))
+        assert (site.sizes, site.half) == (other[name].sizes, other[name].half)
+
+
+@pytest.mark.parametrize(
+    ("rows", "calls", "many"), [(M, 1, 2**17), (999, 3, 2**17), (4096, 2, 2**10)]
+)
+def test_samples_in_cpp_are_those_of_torch(
+    rows: int, calls: int, many: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of matrices with so many rows that sizes of some are read."""
+    monkeypatch.setattr(hooks, "MANY_ROWS", many)
+    monkeypatch.setattr(hooks, "READ_ROWS", many // 4)
+    found = []
+    for in_use in (native.in_use, contextlib.nullcontext):
+        steps = Steps(every=1)
+        with steps.probe, in_use():
+            for _ in range(2):
+                steps.step(rows, calls)
+        found.append(steps.windows)
+    for one, other in zip(*found, strict=True):
+        same(one, other)
+
+
+def test_operands_that_are_not_contiguous_are_sampled_alike() -> None:
+    found = []
+    for in_use in (native.in_use, contextlib.nullcontext):
+        steps = Steps(every=1)
+        with steps.probe, in_use():
+            x = torch.randn(3, K, M, generator=torch.Generator().manual_seed(0)).mT
+            steps.model(x).square().mean().backward()
+            steps.probe.step()
+        found.append(*steps.windows)
+    same(*found)
+
+
+def numbers(sites: dict[str, SiteWindow]) -> Any:
+    (transfer,) = transfers_of(sites)
+    return transfer.numbers()
+
+
+@pytest.mark.parametrize("kind", ["usual", "zeros", "nonfinite", "float16", "few rows"])
+def test_numbers_in_cpp_have_the_bits_of_numpy(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(windows, "MOST_ELEMENTS", 2**15)  # so that there are batches
+    torch.manual_seed(0)
+    sites = {}
+    for place in range(4):
+        n, k = 8 + place, 300 - 64 * place
+        site = sites[str(place)] = SiteWindow(n, k, torch.device("cpu"))
+        for part, columns in ((site.input, k), (site.grad_output, n)):
+            for call in range(1 + place % 2):
+                rows = 2 if kind == "few rows" else 500 + 300 * call
+                x = torch.randn(rows, columns) * torch.randn(rows, 1).exp2()
+                x = x.to(torch.float16 if kind == "float16" else (torch.bfloat16, None)[place // 2])
+                if kind == "zeros":
+                    x[::2], x[:, 1::3] = 0.0, 1e-42
+                    x *= place > 0
+                if kind == "nonfinite":
+                    x[3, 5], x[7, 2] = float("inf"), float("nan")
+                part.waiting.append(((lambda *_: None), (*hooks.sizes_of(x), x[:256], x[0])))
+        site.weight = torch.randn(n, k).bfloat16()
+    take_weight_sizes(list(sites.values()))
+    expected = numbers(sites)
+    with native.in_use():
+        take_weight_sizes(list(sites.values()))
+        found = numbers(sites)
+    assert found.names == expected.names and len(found.names) == 4 * 12
+    assert found.values.tolist() == expected.values.tolist()
+    assert (found.parts, found.nonfinite) == (expected.parts, expected.nonfinite)
+    assert bool(found.nonfinite) == (kind == "nonfinite")
+    assert bool(found.parts) == (kind != "few rows")
+
+
+def test_an_error_of_torch_is_the_same_in_cpp() -> None:
+    """Such as of memory, which the watch tells apart."""
+
+    class Full(TorchDispatchMode):
+        def __torch_dispatch__(self, *_: Any) -> Any:
+            raise torch.OutOfMemoryError("no memory left")
+
+    site = SiteWindow(8, 8, torch.device("cpu"))
+    x = torch.randn(64, 8)
+    site.input.waiting.append(((lambda *_: None), (*hooks.sizes_of(x), x, x[0])))
+    site.weight = x
+    with native.in_use() as library, Full():
+        for act in (
+            lambda: library.take_samples([x], [x[0].long()], [(0, 1)]),
+            lambda: take_weight_sizes([site]),
+            lambda: transfers_of({"0": site}),
+        ):
+            with pytest.raises(torch.OutOfMemoryError, match="no memory left"):
+                act()
+
+
+def test_a_sampled_step_is_one_call_of_the_library_for_each_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The ops that take all samples of a graph at its end."""
+    calls: Counter[str] = Counter()
+    with native.in_use() as library:
+        steps = Steps(every=1)
+        ops = torch.ops.lokakern
+        x, weights = torch.randn(M, K), [layer.weight for layer in steps.model]
+        numbers = [recorder.number for recorder in steps.probe._recorders.values()]
+
+        class Counted:
+            def __getattr__(self, name: str) -> Any:
+                calls[name] += 1
+                return getattr(library, name)
+
+        monkeypatch.setattr(native.replay.NATIVE, "module", Counted())
+        with steps.probe:
+            taken = ops.probe_taps([x] * LAYERS, [x] * LAYERS, weights, numbers, [True] * LAYERS)
+            assert calls == {"take_samples": 1, "as_tensors": 1}
+            assert len({int(number) for number in taken}) == LAYERS
+            calls.clear()
+            ops.probe_tap_gradients(x, [x] * LAYERS, taken, numbers)
+            assert calls == {"take_samples": 1}
+            steps.probe.step()
+    assert all(len(site.grad_output.waiting) == 1 for site in steps.windows[0].values())
