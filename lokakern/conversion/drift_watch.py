@@ -87,6 +87,7 @@ class _WindowProbe(Probe):
     """Hands over what a sampled step left when it is over, and says when a step begins."""
 
     _recorder_type = WindowRecorder
+    _looks_elsewhere = False
 
     def __init__(
         self,

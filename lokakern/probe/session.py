@@ -100,6 +100,7 @@ class Probe:
     """
 
     _recorder_type = Recorder
+    _looks_elsewhere = True  # whether to name products outside of sites
 
     def __init__(
         self,
@@ -192,9 +193,10 @@ class Probe:
         self._handles += [
             *(norm.register_forward_pre_hook(Hook(self._norm_begins)) for norm in norms),
             self.model.register_forward_pre_hook(Hook(self._forward_begins)),
-            self.model.register_forward_hook(Hook(self._forward_ended)),
             register_optimizer_step_post_hook(self._optimizer_stepped),
         ]
+        if self._looks_elsewhere:
+            self._handles.append(self.model.register_forward_hook(Hook(self._forward_ended)))
         self._turn()
 
     def stop(self) -> None:

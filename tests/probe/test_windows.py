@@ -127,6 +127,14 @@ def test_a_sampled_step_makes_few_launches_and_others_none() -> None:
     assert WEIGHTS_EVERY > 1
 
 
+def test_a_watched_model_has_one_hook_of_its_own() -> None:
+    """A compiled model calls each at every step, and torch.compile compiles and guards it."""
+    steps = Steps(every=1)
+    with steps.probe:
+        found = len(steps.model._forward_pre_hooks), len(steps.model._forward_hooks)
+    assert found == (1, 0)
+
+
 def test_sizes_are_those_of_all_rows() -> None:
     """The largest of 8192 rows decides the scale of a tensor."""
     steps = Steps(every=1)
