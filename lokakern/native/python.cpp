@@ -625,12 +625,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   // See `lokakern.probe.hooks` and `lokakern.probe.windows`.
   module.def("take_samples", torch::wrap_pybind_function_no_gil(&take_samples));
   module.def("sizes_of", torch::wrap_pybind_function_no_gil(&sizes_of));
+  module.def("norms_of_rows", torch::wrap_pybind_function_no_gil(&norms_of_rows));
   module.def("as_tensors", torch::wrap_pybind_function(&as_tensors));
   const auto window_numbers = [](const std::vector<std::vector<at::Tensor>>& operands,
                                  const std::vector<std::vector<at::Tensor>>& weights,
                                  int64_t elements, int64_t most_elements, double fewest_below,
-                                 double least_share, double least_size) {
-    const WindowLimits limits{elements, most_elements, fewest_below, least_share, least_size};
+                                 double least_share, double least_size,
+                                 double least_variance) {
+    const WindowLimits limits{elements,    most_elements, fewest_below,
+                              least_share, least_size,    least_variance};
     return std::make_unique<WindowNumbers>(operands, weights, limits);
   };
   module.def("window_numbers", torch::wrap_pybind_function_no_gil(window_numbers));

@@ -57,6 +57,12 @@ std::vector<std::pair<at::Tensor, at::Tensor>> sizes_of(const std::vector<at::Te
   return found;
 }
 
+at::Tensor norms_of_rows(const at::Tensor& matrix) {
+  const Unrecorded now;
+  const int64_t axes[] = {1};
+  return at::linalg_vector_norm(matrix.detach(), 2.0, axes);
+}
+
 std::vector<at::Tensor> as_tensors(const std::vector<int64_t>& numbers) {
   const Unrecorded now;
   std::vector<at::Tensor> found;
@@ -237,18 +243,18 @@ class WindowNumbers::Magnitudes {
 
 std::vector<double> WindowNumbers::compute() const {
   const float* const values = values_.defined() ? values_.const_data_ptr<float>() : nullptr;
-  std::vector<double> high, low, beyond, deviations, means, sampled;
+  std::vector<double> found, beyond, means, sampled;
+  const auto add_spread = [&](double high, double low) { found.push_back(std::log2(high / low)); };
   const auto ends = [&](const Pieces& pieces, double top) {
     const Magnitudes some(values, pieces, limits_.least_size);
-    high.push_back(some.at_share(top));
-    low.push_back(some.at_share(0.5));
+    add_spread(some.at_share(top), some.at_share(0.5));
   };
   for (const Operand& one : operands_) {
     const Magnitudes some(values, one.rows, limits_.least_size);
     const double share = std::clamp(limits_.fewest_below / std::max(some.count(), 1.0),
                                     limits_.least_share, 0.25);
-    high.push_back(some.at(std::ceil((1.0 - share) * some.count()) - 1.0));
-    low.push_back(some.at(std::ceil(share * some.count()) - 1.0));
+    add_spread(some.at(std::ceil((1.0 - share) * some.count()) - 1.0),
+               some.at(std::ceil(share * some.count()) - 1.0));
     beyond.push_back(some.share_beyond());
   }
   for (const Operand& one : weights_) ends(one.rows, 1.0);
@@ -263,14 +269,14 @@ std::vector<double> WindowNumbers::compute() const {
     return sum;
   };
   for (const Operand& one : operands_) {
-    deviations.push_back(sum_of_squares(one.deviations));
-    means.push_back(sum_of_squares(one.means));
+    const double variance = sum_of_squares(one.deviations), square = sum_of_squares(one.means);
+    const double ratio = variance > limits_.least_variance * square ? square / variance : 0.0;
+    means.push_back(0.5 * std::log2(1.0 + ratio));
     sampled.push_back(static_cast<double>(one.sampled_rows));
   }
-  std::vector<double> all;
-  for (const auto* some : {&high, &low, &beyond, &deviations, &means, &sampled})
-    all.insert(all.end(), some->begin(), some->end());
-  return all;
+  for (const auto* some : {&beyond, &means, &beyond, &sampled})
+    found.insert(found.end(), some->begin(), some->end());
+  return found;
 }
 
 }  // namespace lokakern

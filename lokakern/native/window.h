@@ -28,16 +28,19 @@ std::vector<OperandSample> take_samples(const std::vector<at::Tensor>& operands,
 // The largest magnitudes of the rows and of the columns of matrices.
 std::vector<std::pair<at::Tensor, at::Tensor>> sizes_of(const std::vector<at::Tensor>& matrices);
 
+// L2 norms of the rows of a matrix.
+at::Tensor norms_of_rows(const at::Tensor& matrix);
+
 // Numbers as tensors on the CPU.
 std::vector<at::Tensor> as_tensors(const std::vector<int64_t>& numbers);
 
 // Constants of `lokakern.probe.windows`.
 struct WindowLimits {
   int64_t elements, most_elements;
-  double fewest_below, least_share, least_size;
+  double fewest_below, least_share, least_size, least_variance;
 };
 
-// The sizes and rows of a window, on their way to the host, and quantiles of them.
+// The sizes and rows of a window, on their way to the host, and the numbers of them.
 class WindowNumbers {
  public:
   // Of each operand the samples of its calls, of each weight the sizes of its rows and columns; all
@@ -45,10 +48,10 @@ class WindowNumbers {
   WindowNumbers(const std::vector<std::vector<at::Tensor>>& operands,
                 const std::vector<std::vector<at::Tensor>>& weights, const WindowLimits& limits);
 
-  // Must run when the device is done: high ends and then low ends of rows of operands, of rows of
-  // weights, of columns of both, and of elements of operands; and of operands the shares of rows
-  // that are not finite, sums of squared deviations and of squared means, and numbers of sampled
-  // rows.
+  // Must run when the device is done: in octaves, the spread of rows of operands, of rows of weights,
+  // of columns of both, and of elements of operands; and of operands the shares of rows that are not
+  // finite, the means over deviations, in octaves, and, no numbers of the window, the shares once
+  // more and how many rows were sampled.
   std::vector<double> compute() const;
 
  private:

@@ -306,11 +306,14 @@ class Recorder:
         pairs, self._pairs = self._pairs, []
         if not pairs or self.statistics is None or not is_plain(gradient) or _is_captured(gradient):
             return
-        with torch.inference_mode(False), torch.no_grad():
-            sizes = torch.linalg.vector_norm(gradient.detach(), dim=1)
-            update = functools.partial(add_cancellations, [count for _, count, _ in pairs])
-            tensors = [x for inputs, _, gradients in pairs for x in (inputs, gradients)]
-            self._add(update, self.statistics, sizes, *tensors)
+        if NATIVE.module is not None:
+            sizes = NATIVE.module.norms_of_rows(gradient)
+        else:
+            with torch.inference_mode(False), torch.no_grad():
+                sizes = torch.linalg.vector_norm(gradient.detach(), dim=1)
+        update = functools.partial(add_cancellations, [count for _, count, _ in pairs])
+        tensors = [x for inputs, _, gradients in pairs for x in (inputs, gradients)]
+        self._add(update, self.statistics, sizes, *tensors)
 
     def statistics_on(self, device: torch.device) -> SiteStatistics:
         """Statistics on a device; earlier ones follow the model there."""

@@ -15,6 +15,7 @@ which nothing rounds and training changes. Nothing is multiplied.
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -176,24 +177,16 @@ class Transfer:
         """Numbers of all operands and weights, for which the host waits."""
         if self.ready is not None:
             self.ready.synchronize()
-        found = self._compute()
-        count = len(self._operands)
-        ends = (len(found) - 4 * count) // 2
-        high, low, (beyond, variance, square, sampled) = (
-            found[:ends], found[ends : 2 * ends], found[2 * ends :].reshape(4, count),
-        )  # fmt: skip
-        ratio = np.zeros(count)
-        np.divide(square, variance, out=ratio, where=variance > LEAST_VARIANCE * square)
-        values = np.concatenate((np.log2(high / low), beyond, 0.5 * np.log2(1.0 + ratio)))
+        found, count = self._compute(), len(self._operands)
+        beyond, sampled = found[-2 * count :].reshape(2, count).tolist()
         parts: dict[str, set[str]] = {}
         nonfinite = set[str]()
-        shares = zip(self._operands, beyond.tolist(), sampled.tolist(), strict=True)
-        for (site, part), share, rows in shares:
+        for (site, part), share, rows in zip(self._operands, beyond, sampled, strict=True):
             if share:
                 nonfinite.add(part)
             if rows * (1.0 - share) >= FEWEST_ROWS:
                 parts.setdefault(site, set()).add(part)
-        return Numbers(self._names, values, parts, nonfinite)
+        return Numbers(self._names, found[: -2 * count], parts, nonfinite)
 
 
 # By site and part, the samples of the calls of an operand: sizes of rows, and of columns, and rows.
@@ -207,6 +200,7 @@ def _start_native(operands: _Operands, weights: _Weights) -> Any:
     return NATIVE.module.window_numbers(
         [[x for call in calls for x in call] for calls in operands.values()],
         list(weights.values()), ELEMENTS, MOST_ELEMENTS, FEWEST_BELOW, LEAST_SHARE, LEAST_SIZE,
+        LEAST_VARIANCE,
     )  # fmt: skip
 
 
@@ -274,11 +268,16 @@ class _Joined:
             row.at(np.ceil(share * row.counts) - 1),
             *(some.at_share(0.5) for some in (weight, column, element)),
         ]
-        sums = [  # in order, as in C++
+        ends = np.concatenate(high, dtype=np.float64) / np.concatenate(low, dtype=np.float64)
+        variance, square = (  # added in order, as in C++
             np.square(sizes[layouts[kind].index], dtype=np.float64).cumsum(axis=1)[:, -1]
             for kind in KINDS[4:]
-        ]
-        return np.concatenate((*high, *low, beyond, *sums, self._sampled), dtype=np.float64)
+        )
+        ratio = np.zeros(len(operands))
+        np.divide(square, variance, out=ratio, where=variance > LEAST_VARIANCE * square)
+        octaves = [math.log2(x) for x in (*ends.tolist(), *(1.0 + ratio).tolist())]  # as in C++
+        means = 0.5 * np.array(octaves[len(ends) :])
+        return np.concatenate((octaves[: len(ends)], beyond, means, beyond, self._sampled))
 
 
 class Numbers(NamedTuple):
