@@ -220,6 +220,7 @@ def measure(case: str, asked: argparse.Namespace) -> dict[str, Any]:
                 for _ in range(8):  # compiled, and captured, sampled and not
                     training.step()
             watch.apply(wait=True)
+        native.wait()  # until then samples are taken in Python
         first = thread.windows.copy()
         probe: Any = watch._probe
         without_waits(watched, watch)

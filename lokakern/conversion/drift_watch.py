@@ -209,6 +209,8 @@ class DriftWatch:
         """
         if self._probe is not None:
             return
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            NATIVE.ask()  # for samples, and their numbers
         self._conversion.begin_watch(self)
         modules = {id(self._conversion.sites[name].module): name for name in self._quantized()}
         layers = [m for m in self._conversion.model.modules() if id(m) in modules and is_layer(m)]
@@ -242,8 +244,6 @@ class DriftWatch:
         self._judge = DriftJudge(
             self._kernels, self._report, self._budget, lambda: set(tuple(self._off))
         )  # fmt: skip
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            NATIVE.ask()  # for samples, and their numbers
         self._probe = probe
         self._probe.start()
 
