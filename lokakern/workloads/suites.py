@@ -201,6 +201,20 @@ def _zoo_chains(fp8: Format) -> Iterator[Case]:
             )  # fmt: skip
 
 
+# Blocks around their input: post-norm, pre-activation and gated ones.
+RESIDUAL_COLUMNS, RESIDUAL_M = (512, 1024), (2048, 8192)
+RESIDUAL_EPILOGUES = (
+    "bias+residual+layer+affine", "bias+layer+affine+relu+residual_last", "bias+gate",
+)  # fmt: skip
+
+
+def _residuals(fp8: Format) -> Iterator[Case]:
+    for columns in RESIDUAL_COLUMNS:
+        for epilogue in RESIDUAL_EPILOGUES:
+            for m in RESIDUAL_M:
+                yield from chain_layer_cases(m, columns, columns, epilogue, "X3", fp8)
+
+
 # Projections to few outputs, bound by the bytes of a.
 NARROW_M = (131072, 327680)
 NARROW_N = (1, 8, 16, 24, 32, 64)
@@ -288,6 +302,7 @@ SUITES: dict[str, Suite] = {
         Suite("lrm", "layers of published recommendation models", _lrm),
         Suite("zoo", "layers of the models of `model zoo`, with gradients", _zoo),
         Suite("zoo-chains", "its layers with norms and activations, in chains", _zoo_chains),
+        Suite("residuals", "layers with a residual or a gate, in chains", _residuals),
         Suite("quantizers", "every way to quantize, at three sizes", _quantizers),
         Suite("lrm-backward", "gradients of their inputs and weights", _lrm_backward),
         Suite("norms", "the 27 anchors, each followed by a norm; norms of rows", _norms),

@@ -523,9 +523,10 @@ def test_a_layer_of_both_places_has_the_cases_of_both() -> None:
     assert set(both) == first | later
 
 
-def test_chains_of_the_zoo_have_fused_kernels_on_an_h200() -> None:
-    cases = SUITES["zoo-chains"].cases(H200)
-    assert len(cases) == len({case.problem for case in cases}) == 452
+@pytest.mark.parametrize(("suite", "count"), [("zoo-chains", 452), ("residuals", 116)])
+def test_chains_of_suites_have_fused_kernels_on_an_h200(suite: str, count: int) -> None:
+    cases = SUITES[suite].cases(H200)
+    assert len(cases) == len({case.problem for case in cases}) == count
     for case in cases:
         names = {kernel.name for kernel in candidates(case.problem, H200)}
         scales = form_of(case.problem)[:2]
