@@ -50,6 +50,7 @@ MOST_OF = {b",": LARGEST_FILE_BYTES // 8, b":": LARGEST_FILE_BYTES // 16,
 MOST_BREAKPOINTS = 4096  # of a table; the shipped database makes 20 at most
 MOST_NAMES = 1000
 LONGEST_TEXT = 1000
+MOST_ELEMENTS = 2**33 - 1  # of one operand of a quantizer
 LONGEST_ANSWER = 2**16  # a chain of eight layers with ten ranges of m has some 10 000
 MOST_ANSWERS = 64  # texts; a route has six
 LARGEST_SIZE = 2**48  # of an axis
@@ -398,9 +399,11 @@ def _table(row: _Table, device: Device, kernels: dict[str, Kernel], origin: Orig
 def _check_kernels(table: FrozenTable) -> None:
     """Check that each kernel supports its problem from its first to its last m.
 
-    Launchers check nothing. The last range ends at `LARGEST_M`, or at its first m.
+    Launchers check nothing. The last range ends at `LARGEST_M`, where an operand or the output
+    would have more than `MOST_ELEMENTS`, which functions refuse, or at its first m.
     """
-    last = max(table.breakpoints[-1], LARGEST_M)
+    columns = max(table.problem.n, table.problem.k, 1)
+    last = max(table.breakpoints[-1], min(LARGEST_M, MOST_ELEMENTS // columns))
     ends = [*(start - 1 for start in table.breakpoints[1:]), last]
     for kernel, *places in zip(table.kernels, table.breakpoints, ends, strict=True):
         if kernel is None:

@@ -522,6 +522,24 @@ def test_a_kernel_must_support_both_ends_of_its_range(
         file_format.parse(sample[0], "choices.json")
 
 
+@pytest.mark.parametrize("limit", [992, 1001])
+def test_the_last_range_ends_where_operands_are_too_large(
+    sample: Any, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of cuda.quantize_row: a choice at 2048 columns was not written before."""
+
+    def small(problem: Problem, device: Device) -> Support:
+        return ACCEPTED if problem.m < limit else Rejected("too many elements")
+
+    monkeypatch.setitem(KERNELS[FP8].__dict__, "supports_problem", small)
+    monkeypatch.setattr(file_format, "MOST_ELEMENTS", 1000 * K + 1)
+    if limit > 1000:
+        file_format.parse(sample[0], "choices.json")
+        return
+    with pytest.raises(ChoicesError, match="too many elements"):
+        file_format.parse(sample[0], "choices.json")
+
+
 def test_another_device_is_refused(file: Path) -> None:
     whole = content_of(file)
     for change in ({"product": "NVIDIA H9000"}, {"compute_units": 999_999}, {"partition": "1g"}):
