@@ -1033,7 +1033,7 @@ class Conversion:
         report: ProbeReport | None = None,
         *,
         budget: ErrorBudget | float | None = None,
-        every: int = 100,
+        every: int = 200,
         callbacks: Sequence[Callable[[DriftEvent], None]] = (),
         seed: int = 0,
     ) -> DriftWatch:
