@@ -43,7 +43,7 @@ from lokakern.conversion.cross_gradients import (
 from lokakern.conversion.cross_sites import CrossSpan, calls_blocks, calls_layers, planned_crosses
 from lokakern.conversion.delayed_scaling import DelayedScaling
 from lokakern.conversion.forced import FORCED, Forced, Kernels, forced_by, forced_routes
-from lokakern.conversion.kept_inputs import KeptInput, kept_inputs, total
+from lokakern.conversion.kept_inputs import READERS, KeptInput, kept_inputs, total
 from lokakern.conversion.loss_limit import LossLimit, limit_loss
 from lokakern.conversion.main_grads import MainGrads
 from lokakern.conversion.raw_sites import raw_sites
@@ -67,7 +67,7 @@ from lokakern.conversion.tail_sites import called_apart, found_tails
 from lokakern.conversion.tune import Tuning, apply_tuning, tune
 from lokakern.conversion.variants import as_plain
 from lokakern.device import current_device
-from lokakern.errors import FormatError, UnknownNameError, UnsupportedError
+from lokakern.errors import FormatError, ShapeError, UnknownNameError, UnsupportedError
 from lokakern.functional.norm_gradient import KERNEL as GRADIENT_KERNEL
 from lokakern.mods.pad import Pad
 from lokakern.nn.adoption import Chosen, adopt, apply_choice, remove_choice
@@ -273,9 +273,12 @@ def convert(
             quantized for it in the forward pass, and FP8 data and scales are saved instead of the
             input: about half the bytes, with the same bits of the gradient. None: the input is
             saved. Where something else saves the input, too, such as a relu before the layer, or a
-            layer that stays in bfloat16, nothing is gained, see `Conversion.saved_inputs`. With
-            ``check``, or while the model is watched, inputs are saved as they are. Gradients of
-            such a weight that are differentiated again raise an error.
+            layer that stays in bfloat16, nothing is gained, see `Conversion.saved_inputs`. Where
+            several layers read one input, eager calls save a copy for each of them, which may take
+            more memory than the input; compiled code shares one. Inputs are saved as they are with
+            ``check``, and in the regime "compiled" from the start of a `Conversion.watch` until
+            `Conversion.refresh` after its end. Gradients of such a weight that are differentiated
+            again raise an error.
         dtype: Of autocast, in which layers with float32 weights multiply: ``torch.bfloat16``, which
             None means, or ``torch.float16``. Other weights have a dtype of their own. In another
             dtype than that a layer multiplies unquantized, and a warning says so. Kernels for
@@ -714,24 +717,53 @@ class Conversion:
 
     @property
     def _saves(self) -> bool:
-        """Whether inputs may be saved in FP8: switches and checks read them unquantized."""
-        return self._keeps_inputs and not self.has_switches and not self._marker.is_on
+        """Whether inputs are saved in FP8 where they can be."""
+        return self._keeps_inputs and not self._why_not_saved
+
+    @property
+    def _why_not_saved(self) -> str:
+        """What reads inputs unquantized, so that they are saved as they are, or ""."""
+        if self._marker.is_on:
+            return "products are checked"
+        if not self.has_switches:
+            return ""
+        return (
+            "a watch is under way" if self._watch else "a watch has ended: refresh the conversion"
+        )
 
     def saved_inputs(self, m: int) -> list[dict[str, Any]]:
         """What sites save of m rows of input for the gradients of their weights, in bytes.
 
         Of those with a trained weight: "bytes_in_16_bits", "bytes_in_fp8" with
         ``keep_inputs="fp8"``, which is the same where the gradient of the weight reads no FP8 at m,
-        and "bytes" as converted. What is saved once for several readers counts for each of them.
+        and "bytes" as converted. An input of several readers counts for each of them: in 16 bits it
+        is saved once for all, in FP8 once for all in compiled code, and once for each in eager
+        calls, which then may need more memory than in 16 bits.
+
+        Raises:
+            ShapeError: ``m`` is no positive integer.
         """
-        is_on = {
-            name: any(SAVED in route for c in self._chosen_for(site) for route in c.routes)
-            for name, site in self.sites.items()
-        }
-        return [x.row(m, is_on=is_on[x.site]) for x in self._kept_inputs()]
+        if type(m) is not int or m < 1:
+            raise ShapeError(f"saved_inputs: m is {m!r}; expected at least 1 row")
+        return [x.row(m) for x in self._kept_inputs()]
 
     def _kept_inputs(self) -> list[KeptInput]:
-        return kept_inputs([] if self._inference else self.sites.values())
+        sites = [] if self._inference else list(self.sites.values())
+        saving = {
+            site.name for site in sites
+            if any(SAVED in route for c in self._chosen_for(site) for route in c.routes)
+        }  # fmt: skip
+        return kept_inputs(sites, saving)
+
+    def _notes_of_inputs(self, names: Collection[str]) -> list[str]:
+        """What the inputs of some sites are saved in, and why."""
+        found = [x for x in self._kept_inputs() if x.site in names]
+        if not self._keeps_inputs or not found:
+            return []
+        words = [f"input of {x.site}: {x.words}" for x in found]
+        is_any = any(after < before for before, after in (x.per_sample for x in found))
+        why = self._why_not_saved
+        return words + ([f"inputs saved in 16 bits: {why}"] if why else [READERS] * is_any)
 
     def _form_of(self, module: Routed) -> str:
         """The form of a layer in compiled code."""
@@ -1047,7 +1079,9 @@ class Conversion:
         Every ``every``-th step is sampled, as by `lokakern.Probe`. Where two samples in a row leave
         the usual range of a site, Probe judges the site anew in a thread of its own, and products
         whose kernels are not safe any more run as in nn.Linear until another judgement finds them
-        safe. In the regime "compiled" compiled graphs do not change for that. In those of CUDA
+        safe. In the regime "compiled" compiled graphs do not change for that; routes keep what this
+        needs, and inputs are saved in 16 bits in spite of ``keep_inputs``, until `refresh` after
+        the end, which compiles again. In those of CUDA
         graphs they are compiled, and captured by the compiler, again, and what the program captured
         itself it has to capture again, as in a callback.
 
@@ -1150,10 +1184,10 @@ class Conversion:
         return bool(choices) and choices[-1].key == self._key
 
     def _forget_watches(self) -> None:
-        """Turn on what watches turned off: routes are chosen anew, or removed."""
+        """Turn on what watches turned off, without switches: routes are chosen anew, or removed."""
         if self.has_switches:
             turn([self._switch_of(name, gemm) for name in self._modules for gemm in GEMMS], True)
-        self.turned_off = {}
+        self.turned_off, self.has_switches = {}, False
 
     def _switch_of(self, site: str, gemm: str) -> str:
         """Name of the switch of a product."""
@@ -1344,8 +1378,7 @@ class Conversion:
                 "compiled training: gradients of biases are summed apart where the compiler's "
                 "kernel would not read along rows"
             )
-        if self._keeps_inputs:
-            notes += [f"input of {x.site}: {x.words}" for x in self._kept_inputs()]
+        notes += self._notes_of_inputs(self.sites)
         notes += [f"{name} is unchanged: {why}" for name, why in self.skipped.items()]
         note = "\n".join(notes)
         print_rows(rows, "table", title=repr(self), note=note)
@@ -1498,9 +1531,7 @@ class Conversion:
             f"{s.name}: {found.explain(is_off=BEHIND_CROSS not in self.forms.get(s.name, ''))}"
             for s in sites if (found := self._behind_crosses.get(s.name)) is not None
         ]  # fmt: skip
-        if self._keeps_inputs:
-            of = {s.name for s in sites}
-            products += [f"{x.site}: {x.words}" for x in self._kept_inputs() if x.site in of]
+        products += self._notes_of_inputs({s.name for s in sites})
         is_forced = isinstance(self._wanted, Forced)  # which each product tells
         chains = [
             span.explain(self.off_chains)
@@ -1652,7 +1683,7 @@ class Conversion:
         if self._delayed is not None and self._modules:
             words += f", {len(self._delayed.products)} by delayed scaling"
         if self._keeps_inputs and self._modules:
-            words += f", {total(self._kept_inputs())}"
+            words += f", {total(self._kept_inputs(), self._why_not_saved)}"
         if isinstance(self._wanted, Forced):
             words += f", kernels {FORCED}"
         else:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import re
 from typing import Any
 
 import torch
@@ -48,6 +49,8 @@ from lokakern.registry.register import Kernel, kernel_named, load_kernels
 from lokakern.types import Granularity
 
 SAVED = ";saved="
+_SAVED_PART = re.compile(SAVED + r"[^;\0]*")  # up to the next part, or the next route of a plan
+_COLUMNS = 128  # of an input whose bytes are compared; what one column takes hardly depends on it
 BF16_BYTES = 2  # of an element that is saved as it is, in float16, too
 FORMS = (Granularity.TENSOR, Granularity.ROW, Granularity.GROUP, Granularity.BLOCK)
 # Nodes of autograd that keep their results: how their names begin; and views of these.
@@ -70,13 +73,8 @@ def saved(route: str) -> str:
 
 
 def unsaved(plan: str) -> str:
-    """A route, or a plan, whose inputs are saved as they are."""
-    return plan.replace(SAVED, "")
-
-
-def unsaved_at(route: str) -> str:
-    """A route of `saved_at` without what is saved."""
-    return route.replace(SAVED + form_in(route), "")
+    """A route, or a plan, also one of `saved_at`, whose inputs are saved as they are."""
+    return _SAVED_PART.sub("", plan)
 
 
 def saved_at(plan: str, form: str) -> str:
@@ -93,14 +91,16 @@ def form_in(route: str) -> str:
 def saved_form(route: str, m: int) -> str:
     """The granularity in which the weight's gradient reads a saved input at m, or "".
 
-    It is "" where nothing is quantized, or a library quantizes itself.
+    It is "" where nothing is quantized, a library quantizes itself, or FP8 with gaps and scales
+    takes no fewer bytes than 16 bits, as of a few rows.
     """
     name = kernel_at(route, m) if m else ""
     if not name:
         return ""
     load_kernels()
     kernel = kernel_named(name)
-    return kernel.b_granularity.value if kernel.parts and kernel.b_granularity in FORMS else ""
+    form = kernel.b_granularity.value if kernel.parts and kernel.b_granularity in FORMS else ""
+    return form if saved_bytes(form, m, _COLUMNS) < saved_bytes("", m, _COLUMNS) else ""
 
 
 def saved_bytes(form: str, m: int, k: int) -> int:
@@ -282,7 +282,7 @@ def quantize_in_products(graph: fx.Graph) -> None:
             grad, _, _, route, is_wide = product.args
             made = OPS.wide_weight_gradient if is_wide else OPS.weight_gradient
             with graph.inserting_before(product):
-                replace(product, add(graph, made.default, grad, x, unsaved_at(str(route))))
+                replace(product, add(graph, made.default, grad, x, unsaved(str(route))))
     graph.eliminate_dead_code()
 
 

@@ -328,7 +328,7 @@ def test_a_watch_turns_them_off(known: Book, regime: str) -> None:
     assert kernels_of(handle) == NOWHERE
     handle.end_watch()
     handle.refresh()
-    assert kernels_of(handle) == (NOWHERE if handle.has_switches else USED)
+    assert kernels_of(handle) == USED
 
 
 def tuned(cost: Callable[[On], float]) -> tuple[Tuning, Conversion]:

@@ -116,6 +116,9 @@ def test_nothing_is_saved_where_nothing_is_quantized_or_a_library_quantizes() ->
     for name in [k.name for k in gemms if not k.parts]:
         route = route_text(Granularity.NONE, [(0, name)], [(0, name)])
         assert saved_inputs.saved_form(route, M) == ""
+    unlimited = route_text(Granularity.NONE, *[[(0, BY["1x128"])]] * 2)
+    forms = [saved_inputs.saved_form(unlimited, m) for m in (1, 10, 11, 16)]
+    assert forms == ["", "", "1x128", "1x128"]  # a column has 16 bytes and a scale
     assert saved_inputs.saved_bytes("", M, K) == 2 * M * K
     assert saved_inputs.saved_bytes("1x128", M, K) == M * K + M * K // 128 * 4
     assert saved_inputs.saved_bytes("row", M, K) == M * K + K * 4
@@ -126,8 +129,10 @@ def test_a_compiler_knows_what_is_saved_at_static_rows_only() -> None:
     given = torch.bfloat16, torch.bfloat16, "cpu"
     word, _, _, *routes = _way(layer._plan, M, *given).split("\0")
     assert word == "saving" and saved_inputs.form_in(routes[2]) == "1x128"
-    assert saved_inputs.unsaved_at(routes[2]) == BY_GROUP
-    assert saved_inputs.unsaved(layer._plan).endswith(BY_GROUP)
+    assert saved_inputs.unsaved(routes[2]) == BY_GROUP
+    for plan in (layer._plan, saved_inputs.saved_at(layer._plan, "1x128")):
+        assert saved_inputs.unsaved(plan).endswith("\0" + BY_GROUP)
+        assert saved_inputs.unsaved(f"{plan};check=1:8\0x").endswith(f"{BY_GROUP};check=1:8\0x")
     for m in (-1, M + 1):  # dynamic, and without a kernel for the weight
         assert _way(layer._plan, m, *given).startswith("training")
     with torch.no_grad():
