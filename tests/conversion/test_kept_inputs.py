@@ -379,7 +379,7 @@ def test_words_of_a_handle_are_of_what_is_saved(
     options = {"check": "1:8"} if how == "check" else {}
     if how == "environment":
         monkeypatch.setenv("LOKAKERN_CHECK", "1:8")
-    model, handle = converted(**options)
+    _, handle = converted(**options)
     assert {row["bytes"] for row in handle.saved_inputs(M)} == {2 * M * K, 2 * M * N}
     assert "inputs saved in 16 bits: products are checked" in repr(handle)
     handle.table()
