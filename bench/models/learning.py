@@ -166,6 +166,8 @@ def best_quality(setting: Setting, seed: int, batches: int = HELD_OUT_BATCHES) -
 def _quality(
     log: ClickLog | RecordedLog, samples: int, batches: int, logits_of: Callable[[Batch], Tensor]
 ) -> Quality:
+    if isinstance(log, RecordedLog):  # of which each sample counts once
+        batches = max(1, min(batches, log.held_out_batches(samples)))
     found = []
     for step in range(batches):
         batch = log.batch(HELD_OUT + step, samples)

@@ -10,19 +10,22 @@ elsewhere.
 - A categorical feature is a table with one slot, a sequence one with as many as it is long. Id 0 is
   FuxiCTR's padding, an empty slot. Ids beyond a limit of rows share rows (id modulo rows).
 - Models with a history read the first sequence that shares the embedding of another feature, whose
-  table then is the first one.
+  table then is the first one. Ids that are padded at the end are moved there.
+- Of several labels the first one is the click.
 - Batches of training are drawn in an order that the seed decides, each epoch in another one. Those
-  of evaluation are of valid, else of test, from its first sample on, and begin again at its end.
+  of evaluation are of valid, else of test, also in an order of the seed, each sample at most once:
+  with one set of samples for all seeds an interval over seeds would not hold what depends on it.
 - Nobody knows the probabilities of clicks, so the expected log loss is that of the labels.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import math
+import zipfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +42,9 @@ MAP = "feature_map.json"
 TRAIN, HELD_OUT_PARTS = "train", ("valid", "test")
 MOST_MAP_BYTES = 16 * 2**20
 MOST_FEATURES, MOST_SLOTS, MOST_ROWS = 4096, 4096, 2**31
+HELD_OUT_EPOCH = 1_000_002  # in whose order held-out samples are
+CHUNK = 2**16  # samples that are converted at once
+NUMBERS = "biuf"  # kinds of dtypes: booleans, integers and floats
 NUMERIC, CATEGORICAL, SEQUENCE = "numeric", "categorical", "sequence"
 UNUSED = ("meta",)  # such as ids of groups, by which FuxiCTR computes metrics
 
@@ -56,11 +62,14 @@ class Feature:
 
 @dataclass(frozen=True, slots=True)
 class RecordedData:
-    """A prepared folder: what its samples have, before they are read."""
+    """A prepared folder: what its samples have, and those that logs have read."""
 
     folder: Path
     features: tuple[Feature, ...]
     label: str
+    _read: dict[str, tuple[Inputs, _Samples]] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )  # by part, for the logs of all seeds
 
     @staticmethod
     def open(folder: Path) -> RecordedData:
@@ -75,17 +84,28 @@ class RecordedData:
                 raise MeasurementError(
                     f"{path}: more than {MOST_MAP_BYTES} bytes; expected a small file"
                 )
-            facts = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            facts = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
+        except (OSError, ValueError, RecursionError) as error:
             raise MeasurementError(
                 f"{path}: {error}; expected a folder that FuxiCTR prepared, with {MAP} and train, "
                 "valid and test as .npz or .parquet"
             ) from error
-        features = [_feature(name, spec, path) for name, spec in _specs(facts, path)]
-        used = [feature for feature in features if feature.kind not in UNUSED]
+        features: dict[str, Feature] = {}
+        for name, spec in _specs(facts, path):
+            if name in features:
+                raise MeasurementError(f"{path}: feature {name!r:.80} is there twice")
+            features[name] = _feature(name, spec, path)
+        used = [feature for feature in features.values() if feature.kind not in UNUSED]
         labels = facts.get("labels")
-        if not isinstance(labels, list) or not labels or not isinstance(labels[0], str):
+        is_list = isinstance(labels, list) and labels
+        if not is_list or not all(isinstance(label, str) for label in labels):
             raise MeasurementError(f"{path}: labels are {labels!r:.80}; expected a list of names")
+        told = [feature.name for feature in used if feature.name in labels]
+        if told:
+            raise MeasurementError(
+                f"{path}: {told[0]!r:.80} is a label and a feature; a model that reads it knows "
+                "the clicks"
+            )
         if not any(feature.rows for feature in used):
             raise MeasurementError(
                 f"{path}: no categorical or sequence feature; a model needs a table"
@@ -99,19 +119,27 @@ class RecordedData:
             history: Length that the model reads; 0 for none.
 
         Raises:
-            MeasurementError: The model reads a history, and no sequence shares an embedding.
+            MeasurementError: The model reads a history, and no sequence shares an embedding, or
+                it has more ids than that.
         """
         tables = [feature for feature in self.features if feature.rows]
         if not history:
             return tuple(tables), None
         by_name = {feature.name: feature for feature in tables}
-        past = next((x for x in tables if x.kind == SEQUENCE and x.shares in by_name), None)
+        others = (x for x in tables if x.kind == SEQUENCE and x.shares != x.name)
+        past = next((x for x in others if x.shares in by_name), None)
         if past is None:
             raise MeasurementError(
                 f"{self.folder / MAP}: the model reads a history of ids of another feature; no "
                 "sequence has share_embedding; take a model without a history, such as wukong"
             )
         first = by_name[past.shares]
+        if past.rows > first.rows:
+            raise MeasurementError(
+                f"{self.folder / MAP}: the history {past.name!r:.80} has vocab_size "
+                f"{past.rows + 1}, and {first.name!r:.80}, whose embedding it shares, "
+                f"{first.rows + 1}; expected no more ids than there"
+            )
         return (first, *(x for x in tables if x not in (first, past))), past
 
     def config_of(self, config: Any, most_rows: int | None = None) -> Any:
@@ -120,6 +148,9 @@ class RecordedData:
         Args:
             config: One of the catalog.
             most_rows: Limit on the rows of a table; None is that of `fitting_rows`.
+
+        Raises:
+            MeasurementError: As of `tables`, or all tables have too many rows.
         """
         history = config.inputs.history
         tables, _ = self.tables(history)
@@ -127,7 +158,40 @@ class RecordedData:
         inputs = Inputs(
             max(1, dense), tuple(x.rows for x in tables), tuple(x.slots for x in tables), history
         )
-        return replace(config, inputs=inputs.capped(most_rows or fitting_rows(inputs)))
+        inputs = inputs.capped(most_rows or fitting_rows(inputs))
+        _check_rows(inputs)
+        return replace(config, inputs=inputs)
+
+    def samples_of(self, part: str, inputs: Inputs) -> _Samples:
+        """All samples of a part, which are read once.
+
+        Raises:
+            MeasurementError: See `RecordedLog`.
+            UnsupportedError: See `RecordedLog`.
+        """
+        known = self._read.get(part)
+        if known is None or known[0] != inputs:
+            known = self._read[part] = inputs, _samples_of(self, part, inputs)
+        return known[1]
+
+
+def _check_rows(inputs: Inputs) -> None:
+    rows = sum(inputs.rows)
+    if rows >= MOST_ROWS:
+        raise MeasurementError(
+            f"all tables together have {rows} rows; expected fewer than 2^31: set --most-rows to "
+            f"{(MOST_ROWS - 1) // len(inputs.rows)} or less"
+        )
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, whose names are there once."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice!r:.80} is there twice")
+    return found
 
 
 def _specs(facts: Any, path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -173,7 +237,7 @@ class RecordedLog:
     Args:
         data: A prepared folder.
         inputs: What the model is fed, of `RecordedData.config_of`.
-        seed: Of the order of training samples.
+        seed: Of the order of samples.
         device: Where batches are put.
 
     Raises:
@@ -185,18 +249,32 @@ class RecordedLog:
         self, data: RecordedData, inputs: Inputs, seed: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:  # fmt: skip
+        _check_rows(inputs)
         self.inputs, self.seed, self.device = inputs, seed, torch.device(device)
-        self._train = _samples_of(data, TRAIN, inputs)
+        self._train = data.samples_of(TRAIN, inputs)
         found = [part for part in HELD_OUT_PARTS if _files_of(data.folder, part)]
         if not found:
             raise MeasurementError(
                 f"{data.folder}: neither valid nor test; models are judged on these"
             )
-        self._held_out = _samples_of(data, found[0], inputs)
+        self._held_out = data.samples_of(found[0], inputs)
         self._order: tuple[int, Tensor] = -1, torch.empty(0, dtype=torch.int64)
+        self._held_out_order = _order_of(len(self._held_out), seed, HELD_OUT_EPOCH)
+
+    def held_out_batches(self, samples: int) -> int:
+        """Number of batches of so many held-out samples, each sample at most once."""
+        return len(self._held_out) // samples
 
     def batch(self, step: int, samples: int) -> Batch:
-        """Samples of a step; steps from `HELD_OUT` on are never trained on."""
+        """Samples of a step; steps from `HELD_OUT` on are never trained on.
+
+        Raises:
+            MeasurementError: There is no such step, or there are too few samples.
+        """
+        if step < 0 or samples < 1:
+            raise MeasurementError(
+                f"step {step} of {samples} samples; expected a step from 0 on, and a sample or more"
+            )
         is_held_out = step >= HELD_OUT
         of = self._held_out if is_held_out else self._train
         if samples > len(of):
@@ -204,25 +282,35 @@ class RecordedLog:
                 f"{len(of)} samples; expected those of a batch, {samples}, or more"
             )
         first = (step - HELD_OUT if is_held_out else step) * samples
+        if is_held_out:
+            if first + samples > len(of):
+                raise MeasurementError(
+                    f"{len(of)} held-out samples; expected {first + samples} for "
+                    f"{step - HELD_OUT + 1} batches of {samples}"
+                )
+            within = self._held_out_order[first : first + samples]
+            return of.batch(within, self.inputs, self.device)
         places = torch.arange(first, first + samples)
-        within = places % len(of)
-        if not is_held_out:
-            epochs = places // len(of)
-            within = torch.cat([
-                self._order_of(epoch)[within[epochs == epoch]]
-                for epoch in range(int(epochs[0]), int(epochs[-1]) + 1)
-            ])  # fmt: skip
+        within, epochs = places % len(of), places // len(of)
+        within = torch.cat([
+            self._order_in(epoch)[within[epochs == epoch]]
+            for epoch in range(int(epochs[0]), int(epochs[-1]) + 1)
+        ])  # fmt: skip
         return of.batch(within, self.inputs, self.device)
 
     def probabilities(self, batch: Batch) -> Tensor:
         """What is known of the probabilities of clicks, ``[batch]``: the labels."""
         return batch.labels
 
-    def _order_of(self, epoch: int) -> Tensor:
+    def _order_in(self, epoch: int) -> Tensor:
         if self._order[0] != epoch:
-            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-            self._order = epoch, torch.randperm(len(self._train), generator=generator)
+            self._order = epoch, _order_of(len(self._train), self.seed, epoch)
         return self._order[1]
+
+
+def _order_of(count: int, seed: int, epoch: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    return torch.randperm(count, generator=generator)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,66 +333,135 @@ class _Samples:
         return Batch(dense, ids.long().flatten(), offsets, past.long(), labels)
 
 
-@functools.lru_cache(maxsize=2)  # train and valid, of all seeds
 def _samples_of(data: RecordedData, part: str, inputs: Inputs) -> _Samples:
+    """Read column by column, each to its place and dtype, so that no more than one is there."""
     tables, past = data.tables(inputs.history)
     numeric = [feature for feature in data.features if feature.kind == NUMERIC]
-    wanted = [*numeric, *tables, *([past] if past else [])]
-    columns = _columns(data.folder, part, [*(x.name for x in wanted), data.label])
-    count = len(columns[data.label])
-    for name, column in columns.items():
-        if len(column) != count:
-            raise MeasurementError(
-                f"{part}: {len(column)} of {name!r:.80}, {count} labels; expected equal"
-            )
-    labels = torch.from_numpy(columns[data.label].astype(np.float32)).flatten()
-    if len(labels) != count or not ((labels == 0) | (labels == 1)).all():
-        raise MeasurementError(f"{part}: {data.label!r:.80} has other values than 0 and 1")
-    dense = torch.ones(count, inputs.dense)
-    for place, feature in enumerate(numeric):
-        values = torch.from_numpy(columns[feature.name].astype(np.float32))
-        if values.shape != (count,) or not values.isfinite().all():
-            raise MeasurementError(
-                f"{part}: {feature.name!r:.80}, {tuple(values.shape)}, is no column of finite "
-                "numbers; let FuxiCTR fill missing ones (fill_na)"
-            )
-        dense[:, place] = values
+    labels, counts = [], []
+    files = _found_files(data.folder, part)
+    for path in files:
+        column = _read(path, data.label)
+        labels.append(torch.empty(len(column)))
+        counts.append(len(column))
+        for rows, values in _numbers(column, path, data.label, 1, "a label"):
+            if not ((values == 0) | (values == 1)).all():
+                raise MeasurementError(f"{path}: {data.label!r:.80} has other values than 0 and 1")
+            labels[-1][rows] = torch.from_numpy(values[:, 0].astype(np.float32))
+    count = sum(counts)
+    if not count:
+        raise MeasurementError(f"{data.folder}: {part} has no samples; expected one or more")
     starts = dict(zip((x.name for x in tables), inputs.starts, strict=True))
-    rows = dict(zip((x.name for x in tables), inputs.rows, strict=True))
-    found = []
-    for feature in [*tables, *([past] if past else [])]:
-        table = feature.shares if feature is past else feature.name
-        ids = _ids(columns[feature.name], feature, part, count)
-        placed = torch.where(ids > 0, (ids - 1) % rows[table] + starts[table], PADDING)
-        found.append(placed.int())
-    history = found.pop() if past else torch.zeros(count, 0, dtype=torch.int32)
-    short = inputs.history - history.shape[1]
-    history = torch.nn.functional.pad(history, (short, 0))  # or the newest ids, where it is longer
-    return _Samples(dense, torch.cat(found, 1), history, labels)
+    rows_of = dict(zip((x.name for x in tables), inputs.rows, strict=True))
+    dense = torch.ones(count, inputs.dense)
+    ids = torch.empty(count, sum(x.slots for x in tables), dtype=torch.int32)
+    history = torch.zeros(count, inputs.history, dtype=torch.int32)
+    first = 0
+    for path, size in zip(files, counts, strict=True):
+        here = slice(first, first := first + size)
+        for place, feature in enumerate(numeric):
+            _read_numeric(path, feature, dense[here, place])
+        slot = 0
+        for feature in tables:
+            into = ids[here, slot : slot + feature.slots]
+            for rows, found in _ids(path, feature, size):
+                into[rows] = _placed(found, starts[feature.name], rows_of[feature.name])
+            slot += feature.slots
+        if past is not None:
+            _read_history(path, past, history[here], rows_of[past.shares])
+    return _Samples(dense, ids, history, labels[0] if len(labels) == 1 else torch.cat(labels))
 
 
-def _ids(column: np.ndarray[Any, Any], feature: Feature, part: str, count: int) -> Tensor:
-    """Ids of a feature, ``[samples, slots]`` int64."""
-    if column.dtype == object:  # lists of parquet files
-        try:
-            column = np.stack(column.tolist()) if count else np.zeros((0, feature.slots), np.int64)
-        except ValueError as error:
+def _read_numeric(path: Path, feature: Feature, into: Tensor) -> None:
+    column = _read(path, feature.name, len(into), 1, "a number")
+    for rows, values in _numbers(column, path, feature.name, 1, "a number"):
+        with np.errstate(over="ignore"):  # to infinity, which is refused
+            found = values[:, 0].astype(np.float32)
+        if not np.isfinite(found).all():
             raise MeasurementError(
-                f"{part}: {feature.name!r:.80} has lists of several lengths; expected "
-                f"{feature.slots} ids, as FuxiCTR pads them"
-            ) from error
-    ids = column.astype(np.int64).reshape(count, -1)
-    if ids.shape[1] != feature.slots or (ids != column.reshape(count, -1)).any():
+                f"{path}: {feature.name!r:.80} is no column of finite numbers; let FuxiCTR fill "
+                "missing ones (fill_na)"
+            )
+        into[rows] = torch.from_numpy(found)
+
+
+def _read_history(path: Path, past: Feature, into: Tensor, most: int) -> None:
+    """The newest ids, padded at the front; the table is the first one."""
+    length = min(into.shape[1], past.slots)
+    for rows, found in _ids(path, past, len(into)):
+        ends_empty = found[:, -1] == PADDING
+        if ends_empty.any():
+            moved = found[ends_empty]
+            order = (moved != PADDING).int().argsort(dim=1, stable=True)
+            found[ends_empty] = moved.gather(1, order)
+        into[rows, into.shape[1] - length :] = _placed(found[:, past.slots - length :], 1, most)
+
+
+def _placed(ids: Tensor, start: int, rows: int) -> Tensor:
+    """Rows of the concatenated tables."""
+    return torch.where(ids > 0, (ids - 1) % rows + start, PADDING).int()
+
+
+def _ids(path: Path, feature: Feature, count: int) -> Iterator[tuple[slice, Tensor]]:
+    """Ids of some samples at once, ``[samples, slots]`` int64."""
+    expected = f"{feature.slots} ids"
+    column = _read(path, feature.name, count, feature.slots, expected)
+    for rows, values in _numbers(column, path, feature.name, feature.slots, expected):
+        low, high = values.min(), values.max()
+        if not (low >= 0 and high <= feature.rows):  # not a number, too
+            raise MeasurementError(
+                f"{path}: ids {low} to {high} of {feature.name!r:.80}; expected 0 to "
+                f"{feature.rows}, as {MAP} says"
+            )
+        ids = values.astype(np.int64)
+        if values.dtype.kind == "f" and (ids != values).any():
+            raise MeasurementError(
+                f"{path}: {feature.name!r:.80} has fractions of dtype {values.dtype}; expected "
+                f"{expected} in a sample"
+            )
+        yield rows, torch.from_numpy(ids)
+
+
+def _numbers(
+    column: np.ndarray[Any, Any], path: Path, name: str, width: int, expected: str
+) -> Iterator[tuple[slice, np.ndarray[Any, Any]]]:
+    """Numbers of some samples at once, ``[samples, width]``, of a column of numbers or lists."""
+    for start in range(0, len(column), CHUNK):
+        values = column[start : start + CHUNK]
+        if values.dtype == object:  # cells of parquet files
+            try:
+                values = np.stack([np.asarray(cell) for cell in values.tolist()])
+            except ValueError as error:
+                raise MeasurementError(
+                    f"{path}: {name!r:.80} has missing cells or lists of several lengths; expected "
+                    f"{expected} in a sample, as FuxiCTR pads them"
+                ) from error
+            if values.ndim > 2:
+                raise MeasurementError(
+                    f"{path}: {name!r:.80} has lists of lists; expected {expected} in a sample"
+                )
+        _check_shape(values.shape, values.dtype, path, name, len(values), width, expected)
+        yield slice(start, start + len(values)), values.reshape(len(values), width)
+
+
+def _check_shape(
+    shape: tuple[int, ...], dtype: np.dtype[Any], path: Path, name: str, count: int | None,
+    width: int, expected: str,
+) -> None:  # fmt: skip
+    if dtype.kind not in NUMBERS:
         raise MeasurementError(
-            f"{part}: {feature.name!r:.80} has {ids.shape[1]} numbers of dtype {column.dtype} in a "
-            f"sample; expected {feature.slots} ids"
+            f"{path}: {name!r:.80} is of dtype {dtype!s:.80}; expected {expected} in a sample, "
+            "as integers or floats"
         )
-    if count and not 0 <= ids.min() <= ids.max() <= feature.rows:
+    if not shape or (count is not None and shape[0] != count):
         raise MeasurementError(
-            f"{part}: ids {ids.min()} to {ids.max()} of {feature.name!r:.80}; expected 0 to "
-            f"{feature.rows}, as {MAP} says"
+            f"{path}: {shape[0] if shape else 'one number'} of {name!r:.80}, {count} labels; "
+            "expected equal"
         )
-    return torch.from_numpy(ids)
+    if math.prod(shape[1:]) != width:
+        raise MeasurementError(
+            f"{path}: {name!r:.80} has {math.prod(shape[1:])} numbers of dtype {dtype} in a "
+            f"sample; expected {expected}"
+        )
 
 
 def _files_of(folder: Path, part: str) -> list[Path]:
@@ -319,33 +476,55 @@ def _files_of(folder: Path, part: str) -> list[Path]:
     return []
 
 
-def _columns(folder: Path, part: str, names: Sequence[str]) -> dict[str, np.ndarray[Any, Any]]:
+def _found_files(folder: Path, part: str) -> list[Path]:
     files = _files_of(folder, part)
     if not files:
         raise MeasurementError(
             f"{folder}: no {part}.npz, {part}.parquet or folder {part} with such files; FuxiCTR "
             "before 2.1 writes .h5: prepare the data with a later version"
         )
-    read = [_read(path, names) for path in files]
-    try:
-        return {name: np.concatenate([columns[name] for columns in read]) for name in names}
-    except ValueError as error:
-        raise MeasurementError(
-            f"{folder}: files of {part} differ in their columns: {error}"
-        ) from error
+    return files
 
 
-def _read(path: Path, names: Sequence[str]) -> dict[str, np.ndarray[Any, Any]]:
+def _read(
+    path: Path, name: str, count: int | None = None, width: int = 1, expected: str = "a label"
+) -> np.ndarray[Any, Any]:
+    """A column of a file; None takes any number of samples."""
     try:
         if path.suffix == ".npz":
-            with np.load(path, allow_pickle=False) as arrays:
-                return {name: arrays[name] for name in names}
-        table = _parquet().read_table(path, columns=list(names))
-        return {name: table[name].to_numpy() for name in names}
-    except UnsupportedError:
+            return _read_npz(path, name, count, width, expected)
+        column: np.ndarray[Any, Any] = _parquet().read_table(path, columns=[name])[name].to_numpy()
+    except (MeasurementError, UnsupportedError):
         raise
     except Exception as error:  # of a damaged file NumPy and pyarrow raise many
-        raise MeasurementError(f"{path}: {error}; expected the columns of {MAP}") from error
+        raise MeasurementError(
+            f"{path}: {name!r:.80}: {error}; expected the columns of {MAP}"
+        ) from error
+    if column.dtype == object:  # of whose cells `_numbers` looks at the shapes
+        _check_shape(column.shape, np.dtype(int), path, name, count, 1, expected)
+    else:
+        _check_shape(column.shape, column.dtype, path, name, count, width, expected)
+    return column
+
+
+def _read_npz(
+    path: Path, name: str, count: int | None, width: int, expected: str
+) -> np.ndarray[Any, Any]:
+    """An array whose header was checked before it is decompressed."""
+    member = f"{name}.npy"
+    with zipfile.ZipFile(path) as archive:
+        with archive.open(member) as file:
+            version = np.lib.format.read_magic(file)
+            if version == (1, 0):
+                shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+            else:
+                shape, _, dtype = np.lib.format.read_array_header_2_0(file)
+        _check_shape(shape, dtype, path, name, count, width, expected)
+        if math.prod(shape) * dtype.itemsize > archive.getinfo(member).file_size:
+            raise MeasurementError(f"{path}: {name!r:.80} has fewer bytes than its header says")
+        with archive.open(member) as file:
+            found: np.ndarray[Any, Any] = np.lib.format.read_array(file, allow_pickle=False)
+    return found
 
 
 def _parquet() -> Any:

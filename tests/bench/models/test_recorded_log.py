@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import types
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +47,12 @@ def columns_of(count: int, seed: int = 0) -> dict[str, np.ndarray[Any, Any]]:
     }  # fmt: skip
 
 
+def in_order(columns: dict[str, np.ndarray[Any, Any]], seed: int = 0) -> dict[str, Any]:
+    """Columns of held-out samples in the order of a seed."""
+    order = recorded_log._order_of(len(columns["label"]), seed, recorded_log.HELD_OUT_EPOCH)
+    return {name: column[order.numpy()] for name, column in columns.items()}
+
+
 def folder_of(path: Path, facts: object = MAP, **changed: np.ndarray[Any, Any]) -> Path:
     """A folder with some columns of train replaced."""
     (path / "feature_map.json").write_text(json.dumps(facts))
@@ -71,7 +79,7 @@ def test_a_batch_has_the_columns_of_its_samples(tmp_path: Path) -> None:
     log = log_of(folder_of(tmp_path))
     assert log.inputs.rows == (51, 51, 6) and log.inputs.slots == (1, 5, 1)
     batch = log.batch(HELD_OUT, 16)
-    columns = {name: column[:16] for name, column in columns_of(40, 1).items()}
+    columns = {name: column[:16] for name, column in in_order(columns_of(40, 1)).items()}
     assert torch.equal(batch.dense[:, 0], torch.from_numpy(columns["price"]).float())
     assert torch.equal(batch.labels, torch.from_numpy(columns["label"]).float())
     ids = batch.ids.view(16, 7).numpy()
@@ -86,7 +94,11 @@ def test_a_batch_has_the_columns_of_its_samples(tmp_path: Path) -> None:
 def test_a_history_is_of_the_table_that_it_shares(tmp_path: Path) -> None:
     log = log_of(folder_of(tmp_path), history=7)
     assert log.inputs.rows == (51, 6)
-    past = columns_of(40, 1)["past"][:16]
+    columns = columns_of(40, 1)
+    columns["past"][:, -1] = 7  # not padded at the end
+    np.savez(tmp_path / "valid.npz", **columns)
+    log = log_of(tmp_path, history=7)
+    past = in_order(columns)["past"][:16]
     history = log.batch(HELD_OUT, 16).history
     assert history.shape == (16, 7) and (history[:, :2] == PADDING).all()
     assert (history[:, 2:].numpy() == past).all()  # the first table begins at row 1
@@ -105,14 +117,99 @@ def test_an_epoch_has_each_sample_once_in_an_order_of_the_seed(tmp_path: Path) -
     assert not torch.equal(other.dense, again.dense)
     across = log.batch(1, 60).dense[:, 0]  # of two epochs
     assert torch.equal(across[:40], first[60:]) and torch.equal(across[40:], second[:20])
-    held_out = [log.batch(HELD_OUT + step, 30).dense for step in range(4)]
-    assert torch.equal(held_out[1][10:], held_out[0][:20])
+
+
+def test_seeds_judge_other_samples_each_once(tmp_path: Path) -> None:
+    folder_of(tmp_path)
+    found = {}
+    for seed in (0, 1):
+        log = log_of(tmp_path, seed=seed)
+        assert log.held_out_batches(12) == 3
+        found[seed] = torch.cat([log.batch(HELD_OUT + x, 12).dense[:, 0] for x in range(3)])
+        assert len(found[seed].unique()) == 36
+        with pytest.raises(MeasurementError, match="40 held-out samples; expected 48 for 4 batch"):
+            log.batch(HELD_OUT + 3, 12)
+        again = log_of(tmp_path, seed=seed).batch(HELD_OUT, 12).dense[:, 0]
+        assert torch.equal(again, found[seed][:12])
+    assert set(found[0][:12].tolist()) != set(found[1][:12].tolist())
+
+
+@pytest.mark.parametrize(("step", "samples"), [(-1, 4), (0, 0), (HELD_OUT, -1)])
+def test_there_is_no_such_batch(tmp_path: Path, step: int, samples: int) -> None:
+    with pytest.raises(MeasurementError, match="expected a step from 0 on, and a sample"):
+        log_of(folder_of(tmp_path)).batch(step, samples)
+
+
+def test_a_history_that_is_padded_at_the_end_is_moved(tmp_path: Path) -> None:
+    folder_of(tmp_path)
+    columns = columns_of(40, 1)
+    columns["past"][:] = [3, 9, 4, 0, 0]
+    columns["past"][:5] = 0
+    np.savez(tmp_path / "valid.npz", **columns)
+    for length, expected in ((7, [0, 0, 0, 0, 3, 9, 4]), (5, [0, 0, 3, 9, 4]), (2, [9, 4])):
+        history = log_of(tmp_path, history=length).batch(HELD_OUT, 40).history
+        rows, counts = history.unique(dim=0, return_counts=True)
+        assert rows.tolist() == [[0] * length, expected] and counts.tolist() == [5, 35]
+
+
+def test_files_that_change_are_read_again(tmp_path: Path) -> None:
+    """Samples are of one moment for all logs of a folder that was opened once."""
+    data = RecordedData.open(folder_of(tmp_path))
+    inputs = data.config_of(Fed(Inputs(1, (1,), (1,)))).inputs
+    before = RecordedLog(data, inputs).batch(0, 100)
+    columns = columns_of(100) | {"price": np.full(100, 7.0)}
+    np.savez(tmp_path / "train.npz", **columns)
+    assert torch.equal(RecordedLog(data, inputs).batch(0, 100).dense, before.dense)
+    assert (log_of(tmp_path).batch(0, 100).dense == 7).all()
+
+
+def test_rows_are_32_bit_numbers(tmp_path: Path) -> None:
+    features = [{f"x{i}": {"type": "categorical", "vocab_size": 2**30}} for i in range(3)]
+    data = RecordedData.open(folder_of(tmp_path, MAP | {"features": features}))
+    fed = Fed(Inputs(1, (1,), (1,)))
+    for most in (2**30, 715827883):
+        with pytest.raises(MeasurementError, match="set --most-rows to 715827882 or less"):
+            data.config_of(fed, most)
+    inputs = data.config_of(fed, 715827882).inputs
+    with pytest.raises(MeasurementError, match="expected fewer than 2\\^31"):
+        RecordedLog(data, dataclasses.replace(inputs, rows=(2**30,) * 3))
+    for part, count in COUNTS.items():
+        np.savez(tmp_path / f"{part}.npz", label=np.arange(count) % 2,
+                 **{f"x{i}": np.full(count, 715827882) for i in range(3)})  # fmt: skip
+    ids = RecordedLog(data, inputs).batch(0, 4).ids.view(4, 3)
+    assert ids[0].tolist() == [715827882 * (i + 1) for i in range(3)]
+
+
+def test_headers_are_checked_before_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a header promises is neither allocated nor decompressed."""
+    folder_of(tmp_path)
+    read: list[Any] = []
+    whole = np.lib.format.read_array
+    monkeypatch.setattr(np.lib.format, "read_array", lambda file, **how: (
+        read.append(file.name), whole(file, **how))[1])  # fmt: skip
+    for city, words in (
+        (np.zeros((100, 50), int), "has 50 numbers of dtype int64"),
+        (np.zeros(10**6, int), "1000000 of 'city', 100 labels"),
+    ):
+        folder_of(tmp_path, city=city)
+        with pytest.raises(MeasurementError, match=words):
+            log_of(tmp_path)
+    assert read and not any("city" in name for name in read)
+    folder_of(tmp_path)
+    with zipfile.ZipFile(tmp_path / "train.npz") as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    members["label.npy"] = members["label.npy"].replace(b"(100,)", b"(999,)")
+    with zipfile.ZipFile(tmp_path / "train.npz", "w") as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    with pytest.raises(MeasurementError, match="'label' has fewer bytes than its header says"):
+        log_of(tmp_path)
 
 
 def test_fewer_rows_share_ids(tmp_path: Path) -> None:
     log = log_of(folder_of(tmp_path), most_rows=10)
     batch = log.batch(HELD_OUT, 40)
-    item = columns_of(40, 1)["item"]
+    item = in_order(columns_of(40, 1))["item"]
     ids = batch.ids.view(40, 7)[:, 0].numpy()
     assert (ids == np.where(item > 0, (item - 1) % 10 + 1, PADDING)).all()
     assert int(batch.ids.max()) <= sum(log.inputs.rows)
@@ -143,12 +240,25 @@ def test_without_a_numeric_feature_there_is_a_constant_one(tmp_path: Path) -> No
     [
         ({"item": np.full(100, 52)}, "ids 52 to 52 of 'item'; expected 0 to 51"),
         ({"item": np.full(100, -1)}, "ids -1 to -1"),
-        ({"item": np.full(100, 0.5)}, "expected 1 ids"),
+        ({"item": np.full(100, 0.5)}, "fractions of dtype float64; expected 1 ids"),
+        ({"item": np.full(100, np.nan)}, "ids nan to nan of 'item'"),
+        ({"item": np.full(100, 2**63 + 5, np.uint64)}, "ids 9223372036854775813 to"),
+        ({"item": np.full(100, "a")}, "train.npz: 'item' is of dtype <U1; expected 1 ids"),
+        ({"item": np.zeros(100, "datetime64[s]")}, "is of dtype datetime64"),
+        ({"item": np.ones(100, complex)}, "is of dtype complex128; expected 1 ids"),
+        ({"price": np.ones(100, complex)}, "is of dtype complex128; expected a number"),
+        ({"price": np.zeros(100, "f4,i4")}, "expected a number in a sample, as integers or floats"),
+        ({"price": np.full(100, 1e300)}, "no column of finite numbers"),
+        ({"price": np.zeros((100, 2))}, "has 2 numbers of dtype float64"),
+        ({"label": np.full(100, "1")}, "'label' is of dtype <U1; expected a label"),
+        ({"label": np.zeros((100, 2))}, "'label' has 2 numbers"),
+        ({"label": np.zeros(())}, "one number of 'label'"),
+        ({name: column[:0] for name, column in columns_of(4).items()}, "train has no samples"),
         ({"past": np.zeros((100, 4), int)}, "has 4 numbers of dtype int64"),
         ({"price": np.full(100, np.nan)}, "no column of finite numbers"),
         ({"label": np.full(100, 2.0)}, "other values than 0 and 1"),
         ({"city": np.zeros(99, int)}, "99 of 'city', 100 labels"),
-        ({"city": np.array([{}] * 100, dtype=object)}, "Object arrays cannot be loaded"),
+        ({"city": np.array([{}] * 100, dtype=object)}, "is of dtype object"),
     ],
 )
 def test_columns_that_the_map_does_not_say_are_refused(
@@ -163,6 +273,9 @@ def test_columns_that_the_map_does_not_say_are_refused(
     [
         ([], "expected a list of 1 to"),
         (MAP | {"labels": []}, "labels are"),
+        (MAP | {"labels": ["label", 3]}, "labels are"),
+        (MAP | {"labels": ["label", "city"]}, "'city' is a label and a feature"),
+        (MAP | {"features": [*FEATURES, FEATURES[1]]}, "feature 'item' is there twice"),
         (MAP | {"features": FEATURES[:1]}, "no categorical or sequence feature"),
         (MAP | {"features": [{"x": {"type": "embedding"}}]}, "of type 'embedding'"),
         (MAP | {"features": [{"x": {"type": "categorical", "vocab_size": 1e9}}]}, "vocab_size"),
@@ -178,6 +291,31 @@ def test_other_maps_are_refused(tmp_path: Path, facts: object, words: str) -> No
         RecordedData.open(tmp_path)
 
 
+def test_maps_that_are_no_maps_are_refused(tmp_path: Path) -> None:
+    for text, words in (("[" * 200_000, "recursion"), ('{"a": 1, "a": 2}', "'a' is there twice")):
+        (tmp_path / "feature_map.json").write_text(text)
+        with pytest.raises(MeasurementError, match=words):
+            RecordedData.open(tmp_path)
+
+
+def test_a_history_has_no_more_ids_than_its_table(tmp_path: Path) -> None:
+    past = FEATURES[2]["past"]
+    facts = MAP | {"features": [*FEATURES[:2], {"past": past | {"vocab_size": 53}}, *FEATURES[3:]]}
+    data = RecordedData.open(folder_of(tmp_path, facts))
+    assert len(data.tables(0)[0]) == 3
+    with pytest.raises(MeasurementError, match="'past' has vocab_size 53, and 'item'"):
+        data.tables(5)
+    own = MAP | {"features": [*FEATURES[:2], {"past": past | {"share_embedding": "past"}}]}
+    with pytest.raises(MeasurementError, match="no sequence has share_embedding"):
+        RecordedData.open(folder_of(tmp_path, own)).tables(5)
+
+
+def test_the_first_of_several_labels_counts(tmp_path: Path) -> None:
+    folder_of(tmp_path, MAP | {"labels": ["label", "other"]})
+    log = log_of(tmp_path)
+    assert log.batch(HELD_OUT, 40).labels.sum() == columns_of(40, 1)["label"].sum()
+
+
 def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MeasurementError, match="expected a folder that FuxiCTR prepared"):
         RecordedData.open(tmp_path)
@@ -188,7 +326,6 @@ def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(MeasurementError, match="no sequence has share_embedding"):
         data.tables(5)
     (tmp_path / "valid.npz").write_bytes(b"PK")
-    recorded_log._samples_of.cache_clear()
     with pytest.raises(MeasurementError, match=r"valid\.npz"):
         log_of(tmp_path)
     for part in COUNTS:
@@ -196,7 +333,6 @@ def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "train").mkdir()
     (tmp_path / "train" / "part-0.parquet").write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    recorded_log._samples_of.cache_clear()
     with pytest.raises(UnsupportedError, match="pip install pyarrow"):
         log_of(tmp_path)
 
@@ -231,16 +367,25 @@ def test_parquet_files_are_read_in_order(tmp_path: Path, monkeypatch: pytest.Mon
     module = types.ModuleType("pyarrow.parquet")
     module.read_table = read  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", module)
-    recorded_log._samples_of.cache_clear()
     found = log_of(tmp_path).batch(HELD_OUT, 40)
     assert all(map(torch.equal, found, expected))
-    files[tmp_path / "train" / "part-0.parquet"]["past"] = np.array(
-        [[1, 2], [3]] + [[1]] * 13, dtype=object
-    )
     monkeypatch.setattr(Column, "to_numpy", lambda self: self.values)
-    recorded_log._samples_of.cache_clear()
-    with pytest.raises(MeasurementError, match="differ in their columns"):
-        log_of(tmp_path)
+    row = [1, 2, 3, 4, 5]
+    for cells, words in (
+        ([[1, 2], [3]], "'past' has missing cells or lists of several lengths; expected 5 ids"),
+        ([None, row], "missing cells"),
+        ([None, None], "is of dtype object; expected 5 ids"),
+        (["ab", "ab"], "is of dtype <U2"),
+        ([{"a": 1}, {"a": 1}], "is of dtype object"),
+        ([[row], [row]], "has lists of lists; expected 5 ids"),
+        ([row + row, row + row], "has 10 numbers of dtype int64"),
+        ([[1.0, np.nan, 3, 4, 5], row], "ids nan to nan"),
+    ):
+        column = np.empty(15, dtype=object)
+        column[:] = [cells[0], *[cells[1]] * 14]
+        files[tmp_path / "train" / "part-0.parquet"]["past"] = column
+        with pytest.raises(MeasurementError, match=words):
+            log_of(tmp_path)
 
 
 def test_quality_is_that_of_the_clicks(tmp_path: Path) -> None:
@@ -254,6 +399,8 @@ def test_quality_is_that_of_the_clicks(tmp_path: Path) -> None:
         logits = staticmethod(lambda batch: torch.zeros(len(batch.dense)))
 
     quality = judged(Constant(), setting.log(0), 16, 2)  # type: ignore[arg-type]
+    every = judged(Constant(), setting.log(0), 16)  # type: ignore[arg-type]
+    assert every.samples == quality.samples == 32  # of 40
     assert quality.log_loss == quality.expected_log_loss == pytest.approx(np.log(2), rel=1e-6)
 
 
