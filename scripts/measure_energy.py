@@ -54,12 +54,26 @@ def kernels_of(problem: Problem) -> list[Kernel]:
 
 
 def energy_reader() -> Callable[[], float]:
-    """A function that reads the joules of the GPU since its driver was loaded."""
-    import pynvml
+    """A function that reads the joules of the GPU since its driver was loaded.
 
-    pynvml.nvmlInit()
-    uuid = str(torch.cuda.get_device_properties(0).uuid)
-    handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode())
+    Raises:
+        SystemExit: There is no GPU, or NVML does not count its energy.
+    """
+    if not torch.cuda.is_available():
+        raise SystemExit("measure_energy: no GPU is available; energy is that of one")
+    try:
+        import pynvml
+    except ImportError:
+        raise SystemExit(
+            "measure_energy: joules are read by pynvml: pip install nvidia-ml-py"
+        ) from None
+    try:
+        pynvml.nvmlInit()
+        uuid = str(torch.cuda.get_device_properties(0).uuid)
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode())
+        pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
+    except pynvml.NVMLError as error:
+        raise SystemExit(f"measure_energy: NVML counts no energy of this GPU: {error}") from None
     return lambda: float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3
 
 
@@ -100,8 +114,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     m, n, k = map(int, asked.shape.split(","))
-    load_kernels()
     joules, graphs = energy_reader(), {}
+    load_kernels()
     for problem in problems((m, n, k), fp8_format(current_device())):
         for kernel in kernels_of(problem):
             try:

@@ -75,6 +75,8 @@ def measure(activation: type[nn.Module] | None, *, is_compiled: bool) -> None:
 
 
 def main() -> None:
+    if not torch.cuda.is_available():
+        raise SystemExit("measure_saved_inputs: no GPU is available; it measures one")
     for is_compiled in (False, True):
         for activation in (None, nn.SiLU, nn.ReLU):
             measure(activation, is_compiled=is_compiled)

@@ -92,6 +92,11 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8192)
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
+    if asked.out is not None:
+        try:
+            asked.out.open("a", encoding="utf-8").close()
+        except OSError as error:  # before minutes of measuring
+            parser.error(f"--out cannot be written: {error}")
     rows = []
     for name in asked.models:
         plain = stepper(name, asked.batch, "bf16", None)

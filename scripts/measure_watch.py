@@ -6,14 +6,15 @@
 The dense part of MLPerf's DLRM-DCNv2, bfloat16, fused AdamW: "graph" at 8192 samples in CUDA graphs
 of torch.compile, "compiled" at 2048 without graphs. Or that of Wukong S, in float32 under autocast,
 with the gradients of its embeddings. Blocks of steps with and without a watch, each with one
-sampled step, run in turn; the overhead is the median of their ratios, and its interval holds it at
-95 %. What it consists of is measured apart: the sampled step and others by themselves, steps
-without a watch, what of a sampled step its ops, its hooks and its end take, the thread's time for
-each window, and how many products it replayed. With ``--quiet-steps`` the model then learns a
-teacher's clicks on batches that change, and alarms are counted and printed. Then one feature of
-DLRM-DCNv2 grows until FP8 is unsafe; in a model that learned before it need not become so. Prints
-some lines for each case, and writes all figures to FILE. About a minute on an H200 without a quiet
-run; ``--size tiny --every 10 --kernels row`` tries it on a CPU.
+sampled step, run in turn; the overhead is the median of their ratios, with its 95 % interval from
+six rounds on, and else with the range of the rounds, which is called so. What it consists of is
+measured apart: the sampled step and others by themselves, steps without a watch, what of a sampled
+step its ops, its hooks and its end take, the thread's time for each window, and how many products
+it replayed. With ``--quiet-steps`` the model then learns a teacher's clicks on batches that change,
+and alarms are counted and printed. Then one feature of DLRM-DCNv2 grows until FP8 is unsafe; in a
+model that learned before it need not become so. Prints some lines for each case, and writes all
+figures to FILE. About a minute on an H200 without a quiet run; ``--size tiny --every 10 --kernels
+row`` tries it on a CPU.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ BUDGET, GROWTH = 0.06, 1e6
 BAR, MOST_STEPS = 500, 1500  # steps in which a drift should be found, and after which none is
 APART, APART_EVERY = 8, 10  # sampled steps that are measured by themselves, and steps from one on
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FEWEST = 6  # values whose order gives an interval of a median at 95 %
 COUNTERS = torch._dynamo.utils.counters["stats"]
 
 
@@ -257,6 +259,7 @@ def measure(case: str, asked: argparse.Namespace) -> dict[str, Any]:
         "model": asked.model, "case": case, "samples": len(watched.inputs[0]), "every": every,
         "overhead": statistics.median(ratios) - 1.0, "overheads": [x - 1.0 for x in ratios],
         "overhead_interval": [x - 1.0 for x in interval_of(ratios)],
+        "is_95_percent_interval": len(ratios) >= FEWEST,  # else the range of the rounds
         "library": str(native.status()),
         "step_ms": statistics.median(plain_ms), "thread_beyond_block_ms": beyond_ms[1:],
         **apart, "first_windows": first, "windows": windows,
@@ -358,11 +361,21 @@ class Parts:
 
 
 def interval_of(values: list[float]) -> tuple[float, float]:
-    """Of the median of what values are a sample of, at 95 %, by their order; all of few values."""
+    """Of the median of what values are a sample of, at 95 %, by their order.
+
+    Of fewer than `FEWEST` values it is their range, which holds the median less often.
+    """
     ordered, count = sorted(values), len(values)
     below = [sum(math.comb(count, i) for i in range(k + 1)) / 2**count for k in range(count)]
     cut = sum(share <= 0.025 for share in below)
     return ordered[max(cut - 1, 0)] if cut else ordered[0], ordered[-max(cut, 1)]
+
+
+def interval_words(low: float, high: float, rounds: int) -> str:
+    """An interval of `interval_of`, or the range of a few rounds, as which it is told."""
+    if rounds < FEWEST:
+        return f"range of {rounds} rounds {low:+.2%} to {high:+.2%}, no 95 % interval"
+    return f"95 % interval {low:+.2%} to {high:+.2%}"
 
 
 def without_waits(watched: Training, watch: DriftWatch) -> None:
@@ -467,7 +480,7 @@ def lines_of(row: dict[str, Any]) -> list[str]:
     )
     return [
         f"{row['model']}, {row['case']} at {row['samples']}: overhead {row['overhead']:+.2%} "
-        f"({low:+.2%} to {high:+.2%}) of {row['step_ms']:.3f} ms, "
+        f"({interval_words(low, high, len(row['overheads']))}) of {row['step_ms']:.3f} ms, "
         f"{[round(x, 3) for x in row['overheads']]}; {row['layers']} layers, "
         f"{row['recompiled']} compiled, {row['alarms']} alarms; {row['took_s']} s",
         f"  host of a step {row['other_host_ms']:.3f} ms, sampled {row['sampled_host_ms']:.3f}, "
