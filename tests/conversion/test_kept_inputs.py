@@ -106,7 +106,7 @@ def test_gradients_have_the_bits_of_inputs_that_are_saved(
     half: torch.dtype, kernels: Any, where: str
 ) -> None:
     model, other = both_of(kernels, dtype=half, where=where)
-    for m in (M, 100, 16, 1, 0):
+    for m in (M, 100, 16, 11, 8, 1, 0):
         x = batch(m, dtype=half).to(where)
         assert same(passed(other, x), passed(model, x))
     x = batch(dtype=half).to(where)
@@ -167,6 +167,18 @@ def test_compiled_code_of_dynamic_rows_saves_inputs() -> None:
     for m in (M, 128, 16, 8):
         calls = [torch.compile(x, fullgraph=True, dynamic=True) for x in (model, other)]
         assert same(passed(model, batch(m), calls[0]), passed(other, batch(m), calls[1]))
+
+
+@pytest.mark.parametrize("main_grads", [False, True])
+def test_compiled_code_of_few_rows_saves_inputs_as_they_are(main_grads: bool) -> None:
+    """Where FP8 with gaps and scales is larger."""
+    model, other = both_of("row", main_grads=main_grads)
+    torch._dynamo.reset()
+    calls = [torch.compile(x, fullgraph=True, dynamic=False) for x in (model, other)]
+    assert same(passed(model, batch(8), calls[0]), passed(other, batch(8), calls[1]))
+    assert saved_by(other, batch(8)) == saved_by(model, batch(8))
+    if main_grads:
+        assert torch.equal(main_grad(other[0]), main_grad(model[0]))
 
 
 @where_there_is
