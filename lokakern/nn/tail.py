@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import BuiltinFunctionType, BuiltinMethodType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -69,6 +70,12 @@ _ADD, _MUL = "add()", "mul()"
 NORMS_OF_TAILS = (*NORMS, BlockRMSNorm)
 _SEQUENCES = (nn.Sequential, BoundedSequential)
 _NORM = "norm"
+# Modules whose functions call none that they are given.
+_PURE = (
+    "torch", "torch.functional", "torch.nn.functional", "torch._tensor", "torch._jit_internal",
+    "_operator", "operator", "math", "builtins",
+)  # fmt: skip
+_FUNCTION_TYPES = (FunctionType, BuiltinFunctionType)
 
 
 class Tail(NamedTuple):
@@ -635,10 +642,31 @@ def _after(tail: FoundTail, parent: nn.Module, count: int) -> list[nn.Module]:
 
 
 def _may_follow(node: fx.Node, parent: nn.Module) -> bool:
-    """Whether a node may run behind a tail that it ran before: it writes to nothing."""
+    """Whether a node may run behind a tail that it ran before: it is known to write to nothing."""
     if writes(node, parent):
         return False
-    if node.op != "call_module":
+    if node.op == "call_module":
+        called = parent.get_submodule(str(node.target))
+        return all(map(_is_known_pure, called.modules()))
+    return node.op != "call_function" or _is_of_torch(node.target)
+
+
+def _is_known_pure(module: nn.Module) -> bool:
+    """Whether a module runs no code of a user, who may write to a tensor there."""
+    is_known = type(module).__module__.startswith(("torch.nn.modules.", "lokakern.nn."))
+    functions = [x for x in vars(module).values() if isinstance(x, _FUNCTION_TYPES)]
+    is_plain = is_known and is_plain_call(module) and all(map(_is_of_torch, functions))
+    return is_plain and getattr(module, "max_norm", None) is None  # which embeddings write
+
+
+def _is_of_torch(function: Any) -> bool:
+    """Whether a function is one of Python or torch that calls none of a user."""
+    if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return True
-    kind = type(parent.get_submodule(str(node.target)))
-    return kind.__module__.startswith(("torch.nn.", "lokakern.nn."))
+    name = getattr(function, "__name__", "")
+    if name.endswith("_") and not name.endswith("__"):
+        return False
+    module = getattr(function, "__module__", None)
+    if module is None:  # such as torch.relu
+        return isinstance(function, BuiltinFunctionType | BuiltinMethodType)
+    return module in _PURE or module.startswith(("torch._C", "lokakern."))

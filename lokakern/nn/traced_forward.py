@@ -362,9 +362,13 @@ def writes(node: fx.Node, parent: nn.Module) -> bool:
     """Whether a node of a graph may write to a tensor, as far as its name and options say."""
     target = node.target
     if node.op == "call_module":
-        return getattr(parent.get_submodule(str(target)), "inplace", False) is True
+        called = parent.get_submodule(str(target)).modules()
+        return any(getattr(module, "inplace", False) is True for module in called)
     if node.op not in ("call_method", "call_function"):
         return False
+    if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        packet = getattr(target, "overloadpacket", target)
+        return any(getattr(packet, name)._schema.is_mutable for name in packet.overloads())
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     if name == "setitem" or name.startswith("in_place_") or name.rstrip("_") + "_" == name:
         return True

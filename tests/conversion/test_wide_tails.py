@@ -241,6 +241,59 @@ def test_other_calls_are_no_residuals(book: Book) -> None:
         handle.undo()
 
 
+class OfAUser(nn.Module):
+    """A module that may do anything."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.relu_()
+
+
+@torch.fx.wrap
+def of_a_user(x: Tensor) -> Tensor:
+    return x.relu_()
+
+
+BRANCHES: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "a module that is kept as one call": lambda net, x: net.branch(x),
+    "a module of a user in one of torch": lambda net, x: net.user(x),
+    "a module with a hook": lambda net, x: net.hooked(x),
+    "an op of torch": lambda net, x: torch.ops.aten.relu_.default(x),
+    "a packet of ops": lambda net, x: torch.ops.aten.relu_(x),
+    "a function of a user": lambda net, x: of_a_user(x),
+}
+
+
+def write_first(_: nn.Module, args: tuple[Tensor]) -> None:
+    args[0].relu_()
+
+
+@pytest.mark.parametrize("name", BRANCHES)
+@pytest.mark.parametrize("is_before", [False, True])
+def test_a_residual_of_what_may_write_keeps_its_place(
+    name: str, is_before: bool, book: Book
+) -> None:
+    """The layer would move behind the write, or the residual be read before it."""
+
+    def run(net: Any, x: Tensor) -> Tensor:
+        if is_before:
+            y = net.fc(x)
+            BRANCHES[name](net, x)
+            return net.norm(y) + x  # type: ignore[no-any-return]
+        y = net.norm(net.fc(x))
+        return y + BRANCHES[name](net, x)  # type: ignore[no-any-return]
+
+    measure(book, PATTERNS[computed_later])
+    model = Net(run)
+    model.branch = nn.Sequential(nn.ReLU(inplace=True), nn.Identity())
+    model.user, model.hooked = nn.Sequential(OfAUser()), nn.Sequential(nn.ReLU())
+    model.hooked[0].register_forward_pre_hook(write_first)
+    model = model.bfloat16().eval().requires_grad_(False)
+    plain = model(rows())
+    assert not epilogues_of(convert(model, 0.06))
+    assert torch.equal(model(rows(100)), model(rows())[:100])
+    assert numerics.measure_errors(model(rows()), plain.double()).row_err < 0.06
+
+
 def test_two_layers_that_one_sum_adds(book: Book) -> None:
     def run(net: Any, x: Tensor) -> Tensor:
         return net.narrow(torch.cat([x, x], 1)) + net.norm(net.fc(x))  # type: ignore[no-any-return]
