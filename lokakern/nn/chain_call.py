@@ -21,7 +21,7 @@ from lokakern.epilogue import BESIDE, NormForm, norm_form
 from lokakern.functional.checks import is_traced
 from lokakern.native import NATIVE
 from lokakern.nn.block_rms_norm import BlockRMSNorm
-from lokakern.nn.chain_norm import NORM_BIAS, NORM_SCALE, NORM_WEIGHT, frozen_norms, frozen_vectors
+from lokakern.nn.chain_norm import frozen_names, frozen_norms, frozen_vectors
 from lokakern.nn.chain_plan import ChainLayer, ChainStep, Steps, read_plan, steps_at
 from lokakern.nn.compiled_form import fuse_quantizers
 from lokakern.nn.linear import (
@@ -47,7 +47,7 @@ _MOST_RECIPES = 64  # of a module: a few m each for a few chains
 # which are in dictionaries of their own, attributes of the same name would be read instead.
 _READS: dict[type[nn.Module], tuple[str, ...]] = {
     Linear: (
-        "in_features", "out_features", "_plan", "_chain_scales", "activation", "weight", "bias",
+        "in_features", "out_features", "_plan", "_chain_scales", "_frozen_norms", "activation", "weight", "bias",
         "fp8_data", "fp8_scale", "norm",
     ),
     nn.LayerNorm: ("normalized_shape", "eps", "weight", "bias"),
@@ -271,10 +271,12 @@ def _recipe_of(
         operands.append(None)
         if words[10]:  # in the place of the norm's own
             unread += [place[:3] for place in operands[-3:-1] if place is not None and place[3]]
-            buffers = ((NORM_WEIGHT, _OPERAND), (NORM_BIAS, _OPERAND), (NORM_SCALE, _BYTES))
+            buffers = frozen_names(layer, norm)
+            if buffers is None:
+                return None
             operands[-3:] = [
                 (named(layer), "_buffers", name, kind) if name in layer._buffers else None
-                for name, kind in buffers
+                for name, kind in zip(buffers, (_OPERAND, _OPERAND, _BYTES), strict=True)
             ]
     facts = []
     for module in modules.values():
@@ -440,7 +442,7 @@ def call_parts(
                 return None
         scale: Tensor | None = None
         if words[10]:
-            frozen = frozen_vectors(layer)
+            frozen = frozen_vectors(layer, norm)  # none of a norm that was replaced
             if frozen is None or frozen[2].device != x.device:
                 return None
             vectors, scale = (vectors[0], *frozen[:2]), frozen[2]

@@ -4,7 +4,8 @@ Such a norm is frozen as the FP8 weights of the chain are: the layer before it k
 norm's weight and bias, and the scale at which ``bound * |weight| + |bias|`` is the largest FP8
 value (`lokakern.norm.largest`). Chains read these, so that later writes to the parameters have no
 effect on them, and no output saturates. All are renewed, in the same memory, where the FP8 weights
-are, and when `load_state_dict` loads the norm.
+are, and when `load_state_dict` loads the norm. A layer with several norms behind it, or one of
+several conversions, keeps each apart, and a chain reads those of the norm that it would call.
 
 The scale is kept once for each row, as kernels with rowwise scales read it: no launch repeats it.
 """
@@ -12,7 +13,7 @@ The scale is kept once for each row, as kernels with rowwise scales read it: no 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -30,10 +31,12 @@ if TYPE_CHECKING:
     from lokakern.nn.linear import Linear
 
 # Names of buffers of a layer: copies, and the bytes of the scales, which no cast of a module
-# changes.
+# changes; of norms after the first one `_names_at` adds a number. `Linear.renew_chain_weights`
+# finds them by how they begin, as `lokakern.nn.linear.CHAIN_SCALE`.
 NORM_WEIGHT, NORM_BIAS = "chain_scale_norm_weight", "chain_scale_norm_bias"
 NORM_SCALE = "chain_scale_norm"
 MOST_ROWS = 2**20  # with more, a launch repeats the scale
+_HELD = "_held_norms"  # of a module that runs chains: conversion, layer and norm of each
 
 
 class KeptNorm(NamedTuple):
@@ -78,25 +81,55 @@ def norms_of(
             yield layer, norm, rows
 
 
-def keep_norm(layer: Linear, owner: str, norm: nn.Module, rows: int) -> None:
-    """Keep copies of a norm's parameters and its scale for a chain of a conversion."""
-    drop_norm(layer, owner)
-    layer._chain_norms = (*layer._chain_norms, KeptNorm(owner, (norm,), rows))
-    hook = functools.partial(_renew, layer)
-    norm.register_load_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]
-    layer.renew_chain_weights()
+def keep_norms(
+    holder: nn.Module, owner: str, norms: Iterable[tuple[Linear, nn.Module, int]]
+) -> None:
+    """Keep copies of norms' parameters and their scales for chains of a conversion.
+
+    Args:
+        holder: The module that runs the chains; it notes the norms for `drop_norms`.
+        owner: Key of the conversion.
+        norms: Those of `norms_of`.
+    """
+    held = []
+    for layer, norm, rows in norms:
+        held.append((owner, layer, norm))
+        if all(x.norm[0] is not norm for x in layer._chain_norms):
+            hook = functools.partial(_renew, layer)
+            norm.register_load_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]
+        layer._chain_norms = (*layer._chain_norms, KeptNorm(owner, (norm,), rows))
+        layer.renew_chain_weights()
+    if held:
+        vars(holder)[_HELD] = (*vars(holder).get(_HELD, ()), *held)
 
 
-def drop_norm(layer: Linear, owner: str | None = None) -> None:
-    """Undo `keep_norm` of a conversion, or of all."""
-    dropped = [x for x in layer._chain_norms if owner in (None, x.owner)]
-    if not dropped:
+def drop_norms(holder: nn.Module, owner: str) -> None:
+    """Undo `keep_norms` of a holder and a conversion."""
+    held = vars(holder).pop(_HELD, ())
+    others = tuple(x for x in held if x[0] != owner)
+    if others:
+        vars(holder)[_HELD] = others
+    for key, layer, norm in held:
+        every = getattr(layer, "_chain_norms", ())  # none where its conversion was undone
+        found = [x for x in every if x.owner == key and x.norm[0] is norm]
+        if key == owner and found:
+            place = every.index(found[0])
+            _leave_norms(layer, (*every[:place], *every[place + 1 :]))
+
+
+def drop_every_norm(layer: Linear) -> None:
+    """Undo `keep_norms` of a layer."""
+    _leave_norms(layer, ())
+
+
+def _leave_norms(layer: Linear, wanted: tuple[KeptNorm, ...]) -> None:
+    before, kept = layer._chain_norms, {id(x.norm[0]) for x in wanted}
+    if len(wanted) == len(before):
         return
-    layer._chain_norms = tuple(x for x in layer._chain_norms if x not in dropped)
-    kept = {id(x.norm[0]) for x in layer._chain_norms}
-    for (norm,) in (x.norm for x in dropped):
+    layer._chain_norms = wanted
+    for norm in {id(x.norm[0]): x.norm[0] for x in before if id(x.norm[0]) not in kept}.values():
         hooks = norm._load_state_dict_post_hooks
-        for key, hook in list(hooks.items()) if id(norm) not in kept else ():
+        for key, hook in list(hooks.items()):
             if isinstance(hook, functools.partial) and (hook.func, hook.args) == (_renew, (layer,)):
                 del hooks[key]
     layer.renew_chain_weights()
@@ -106,32 +139,60 @@ def _renew(layer: Linear, *_: Any) -> None:
     layer.renew_chain_weights()
 
 
-def made_buffers(layer: Linear, newest: set[str] | None) -> dict[str, Tensor]:
-    """The buffers of the newest norm that the choices of a layer admit, made anew."""
-    known = [x for x in layer._chain_norms if newest is None or x.owner in newest]
-    if not known:
-        return {}
-    (norm,), rows = known[-1].norm, known[-1].rows
-    weight, bias = (getattr(norm, name, None) for name in ("weight", "bias"))
-    vectors = {NORM_WEIGHT: weight, NORM_BIAS: bias}
+def admitted_norms(layer: Linear, newest: set[str] | None) -> tuple[nn.Module, ...]:
+    """The norms of the newest conversion, or of those that a layer admits, each once."""
+    known = [x.norm[0] for x in layer._chain_norms if newest is None or x.owner in newest]
+    return tuple({id(norm): norm for norm in known}.values())
+
+
+def made_buffers(layer: Linear) -> dict[str, Tensor]:
+    """The buffers of the frozen norms of a layer, made anew."""
+    found: dict[str, Tensor] = {}
+    for place, norm in enumerate(layer._frozen_norms):
+        rows = max(x.rows for x in layer._chain_norms if x.norm[0] is norm)
+        made = _vectors_of(layer, norm, rows)
+        found |= {name: x for name, x in zip(_names_at(place), made, strict=True) if x is not None}
+    return found
+
+
+def _vectors_of(layer: Linear, norm: nn.Module, rows: int) -> tuple[Tensor | None, ...]:
+    """Copies of a norm's weight and bias, and the bytes of its scales; Nones if there are none."""
+    vectors = [getattr(norm, name, None) for name in ("weight", "bias")]
     device = layer.weight.device
-    given = [x for x in (weight, bias) if x is not None]
+    given = [x for x in vectors if x is not None]
     if any(type(x) not in (nn.Parameter, Tensor) or x.device != device for x in given):
-        return {}
+        return None, None, None
     name = "layer" if isinstance(norm, nn.LayerNorm) else "rms"
     bound = largest(norm_named(name), layer.out_features)
     form = fp8_format(current_device(device.type, device.index or 0))
     with torch.no_grad():
-        scale = new_bound_scale(bound, form, weight, bias, device).expand(rows, 1).contiguous()
-        copies = {name: x.detach().clone() for name, x in vectors.items() if x is not None}
-    return {**copies, NORM_SCALE: scale.view(torch.uint8)}
+        scale = new_bound_scale(bound, form, *vectors, device).expand(rows, 1).contiguous()
+        copies = [None if x is None else x.detach().clone() for x in vectors]
+    return *copies, scale.view(torch.uint8)
 
 
-def frozen_vectors(layer: Linear) -> tuple[Tensor | None, Tensor | None, Tensor] | None:
-    """Copies of the norm's weight and bias, and the bytes of its scales; None without them."""
-    buffers = layer._buffers
-    if NORM_SCALE not in buffers:
+def _names_at(place: int) -> tuple[str, str, str]:
+    after = f"_{place}" if place else ""
+    return NORM_WEIGHT + after, NORM_BIAS + after, NORM_SCALE + after
+
+
+def frozen_names(layer: Linear, norm: nn.Module | None) -> tuple[str, str, str] | None:
+    """Names of the buffers of a norm: its weight, its bias and its scales; None without them."""
+    for place, frozen in enumerate(layer._frozen_norms):
+        if id(frozen) == id(norm):  # which a compiler guards, also where they differ
+            names = _names_at(place)
+            return names if names[2] in layer._buffers else None
+    return None
+
+
+def frozen_vectors(
+    layer: Linear, norm: nn.Module | None
+) -> tuple[Tensor | None, Tensor | None, Tensor] | None:
+    """Copies of a norm's weight and bias, and the bytes of its scales; None without them."""
+    names = frozen_names(layer, norm)
+    if names is None:
         return None
-    weight = getattr(layer, NORM_WEIGHT) if NORM_WEIGHT in buffers else None
-    bias = getattr(layer, NORM_BIAS) if NORM_BIAS in buffers else None
-    return weight, bias, getattr(layer, NORM_SCALE)
+    buffers = layer._buffers
+    weight = getattr(layer, names[0]) if names[0] in buffers else None
+    bias = getattr(layer, names[1]) if names[1] in buffers else None
+    return weight, bias, getattr(layer, names[2])

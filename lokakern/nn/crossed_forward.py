@@ -49,7 +49,7 @@ from lokakern.nn.chain_call import (
     static_rows,
     words_of_plan,
 )
-from lokakern.nn.chain_norm import drop_norm, keep_norm, norms_of
+from lokakern.nn.chain_norm import drop_norms, keep_norms, norms_of
 from lokakern.nn.chain_plan import read_plan
 from lokakern.nn.cross_pattern import FoundCross, crosses_in
 from lokakern.nn.joined import joined_way
@@ -685,8 +685,7 @@ def set_crosses(
     for layer, granularity in _weights(module, settings[-1]):
         layer.keep_chain_weight(key, granularity)
     for tail in tails:
-        for layer, norm, rows in norms_of(tail.chain, parts_of(tail, module)):
-            keep_norm(layer, key, norm, rows)
+        keep_norms(module, key, norms_of(tail.chain, parts_of(tail, module)))
     prepare_chains(traced_way, joined_way)
     _set_forward(module, made.forward)
 
@@ -763,15 +762,12 @@ def _others(module: nn.Module, key: str) -> tuple[Crosses, ...]:
 
 
 def _drop_weights(module: nn.Module, key: str) -> None:
+    drop_norms(module, key)
     crossed = crossed_of(module)
     for setting in crossed.settings if crossed else ():
         if setting.key == key:
             for layer, granularity in _weights(module, setting):
                 layer.drop_chain_weight(key, granularity)
-            children = dict(module.named_modules(remove_duplicate=False))
-            for child in (child for tail in setting.tails for child in tail.layers(children)):
-                if isinstance(child, Linear):
-                    drop_norm(child, key)
 
 
 def _weights(module: nn.Module, setting: Crosses) -> Iterator[tuple[Linear, str]]:

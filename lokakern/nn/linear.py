@@ -18,7 +18,7 @@ from lokakern.errors import UnsupportedError
 from lokakern.functional.checks import is_traced, warn_once
 from lokakern.native import NATIVE
 from lokakern.nn.autocast import HALF, half_of
-from lokakern.nn.chain_norm import KeptNorm, drop_norm, made_buffers
+from lokakern.nn.chain_norm import KeptNorm, admitted_norms, drop_every_norm, made_buffers
 from lokakern.nn.compiled_form import crossed_plan, form_at, fuse_quantizers, multiply_in_form
 from lokakern.nn.routed_matmul import (
     CROSSED,
@@ -185,6 +185,7 @@ class Routed(nn.Module):
     _chain_weights: tuple[tuple[str, str], ...] = ()
     _chain_scales: tuple[str, ...] = ()  # granularities of these that the newest choice admits
     _chain_norms: tuple[KeptNorm, ...] = ()  # see `lokakern.nn.chain_norm`
+    _frozen_norms: tuple[nn.Module, ...] = ()  # those of the newest choice, once each
     # How chains that begin here were called, see `lokakern.nn.chain_call.call_again`.
     _chain_recipes: dict[Any, Any] | None = None
     # For a weight that FSDP2 gathers as FP8, see `lokakern.distributed.fsdp2_gather`: the owner of
@@ -962,8 +963,8 @@ class Linear(nn.Linear, Routed):
             self.renew_chain_weights()
 
     def drop_chain_weights(self) -> None:
-        """Undo all calls of `keep_chain_weight`, and of `chain_norm.keep_norm`."""
-        drop_norm(self)
+        """Undo all calls of `keep_chain_weight`, and of `chain_norm.keep_norms`."""
+        drop_every_norm(self)
         if self._chain_weights:
             self._chain_weights = ()
             self.renew_chain_weights()
@@ -996,6 +997,7 @@ class Linear(nn.Linear, Routed):
         self._chain_scales = tuple(
             dict.fromkeys(x for owner, x in self._chain_weights if not newest or owner in newest)
         )
+        self._frozen_norms = admitted_norms(self, newest)
         names = [name for name in self._buffers if name.startswith((CHAIN_DATA, CHAIN_SCALE))]
         before = {name: self._buffers[name] for name in names}
         for name in names:
@@ -1013,7 +1015,7 @@ class Linear(nn.Linear, Routed):
                 name = prefix + scales
                 kept = _in_memory_of(before.get(name), _bytes_of(x))
                 self.register_buffer(name, kept, persistent=False)
-        for name, x in made_buffers(self, newest).items():
+        for name, x in made_buffers(self).items():
             self.register_buffer(name, _in_memory_of(before.get(name), x), persistent=False)
 
     def held(self, x: Tensor) -> Tensor | None:

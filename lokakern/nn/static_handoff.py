@@ -40,7 +40,7 @@ from lokakern.nn.chain_call import (
     static_rows,
     words_of_plan,
 )
-from lokakern.nn.chain_norm import drop_norm, keep_norm, norms_of
+from lokakern.nn.chain_norm import drop_norms, keep_norms, norms_of
 from lokakern.nn.chain_plan import read_plan
 from lokakern.nn.joined import ACTIVATIONS, count_joined, joined_way, multiply_joined
 from lokakern.nn.linear import LINEARS, Linear, described, is_linear, quantizes
@@ -518,8 +518,7 @@ def set_handoff(
         layer.keep_chain_weight(key, granularity)
     for place, plan in enumerate(chains):
         parts = _parts_at(modules, place, words_of_plan(plan), in_call=False)[0] if plan else []
-        for layer, norm, rows in norms_of(plan, parts):
-            keep_norm(layer, key, norm, rows)
+        keep_norms(sequence, key, norms_of(plan, parts))
     if any(map(any, handoff[2:])):
         prepare_chains(_relus_at, traced_way, joined_way)
     if type(sequence) is nn.Sequential:
@@ -542,14 +541,12 @@ def remove_handoff(sequence: nn.Sequential, key: str = "") -> None:
 
 
 def _drop_chain_weights(sequence: nn.Sequential, key: str) -> None:
+    drop_norms(sequence, key)  # its own: another sequence may run a chain of the same layers
     for handoff in vars(sequence).get("_handoffs", ()):
         if handoff.key == key:
             for layer, granularity in _chain_weights(handoff):
                 if isinstance(layer, Linear):  # no longer where its conversion was undone
                     layer.drop_chain_weight(key, granularity)
-            for module in handoff.modules:
-                if isinstance(module, Linear):
-                    drop_norm(module, key)
 
 
 def _chain_weights(handoff: Handoff) -> list[tuple[Linear, str]]:

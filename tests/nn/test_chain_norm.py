@@ -13,10 +13,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lokakern.nn.chain_norm import MOST_ROWS, NORM_BIAS, NORM_SCALE, NORM_WEIGHT, frozen_norms
+from lokakern.nn.chain_norm import (
+    MOST_ROWS,
+    NORM_BIAS,
+    NORM_SCALE,
+    NORM_WEIGHT,
+    frozen_norms,
+    frozen_vectors,
+)
+from lokakern.nn.chain_plan import ChainLayer, plan_text
 from lokakern.nn.crossed_forward import crossed_of
 from lokakern.nn.linear import Linear
-from lokakern.nn.static_handoff import remove_handoff
+from lokakern.nn.static_handoff import remove_handoff, set_handoff
 from lokakern.norm import norm_named, static_scale
 from lokakern.types import Format
 from tests.nn.test_chain_call import in_python, warmed
@@ -28,6 +36,7 @@ from tests.nn.test_routed_chain import (
     TENSOR,
     chained,
     model_of,
+    one_by_one,
     plan_of,
     step,
     steps_run,
@@ -219,3 +228,124 @@ def test_norms_that_a_forward_calls_are_frozen(calls: list[Any]) -> None:
     remove_crosses(model, "key")
     assert crossed_of(model) is None and NORM_SCALE not in model.first._buffers
     assert not model.norm._load_state_dict_post_hooks
+
+
+def scaled_norm(factor: float) -> nn.LayerNorm:
+    norm = nn.LayerNorm(48).bfloat16()
+    nn.init.uniform_(norm.weight, factor, 2 * factor)
+    return norm
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("calls_it", ["a sequence", "a forward"])
+def test_a_norm_that_was_replaced_is_not_read(
+    calls: list[Any], is_compiled: bool, calls_it: str
+) -> None:
+    from lokakern.nn.crossed_forward import set_crosses
+    from lokakern.nn.tail import Tail
+
+    x = rows()
+    block = nn.Sequential(*model_of()[:3])
+    rest = [*model_of()[3:5]]
+
+    class Looped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([block, nn.Sequential(*rest)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for each in self.blocks:
+                x = each(x)
+            return x
+
+    model: nn.Module
+    if calls_it == "a sequence":
+        model = nn.Sequential(block, nn.Sequential(*rest))
+        leaves = [*block, *rest]
+        set_handoff(model, [""] * 5, [""] * 5, "", [PLAN] + [""] * 4, modules=leaves)
+    else:
+        model = Looped()
+        set_crosses(model, [], "key", [Tail(("blocks.0", "blocks.1"), "", "", PLAN)])
+    run = torch.compile(model, backend="eager", fullgraph=True) if is_compiled else model
+    expected = steps_run(nn.Sequential(*block, *rest), x, STEPS, PLAN)
+    assert torch.equal(run(x), expected) and torch.equal(run(x), expected)
+    old, count = block[1], len(calls)
+    block[1] = scaled_norm(8.0)
+    wanted = rest[1](rest[0](torch.relu(block[1](block[0](x)))))
+    for _ in range(2):
+        assert torch.equal(run(x), wanted)
+    model.load_state_dict(model.state_dict())
+    assert torch.equal(run(x), wanted) and len(calls) == count
+    block[1] = old
+    assert torch.equal(run(x), expected)
+    block[1] = scaled_norm(4.0)
+    assert not torch.equal(run(x), expected) and len(calls) == count + 1
+
+
+def shared_model() -> tuple[nn.Sequential, str, tuple[Any, ...]]:
+    """A layer that two norms follow, and its chain of three layers."""
+    torch.manual_seed(0)
+    layer, last = Linear(48, 48).bfloat16(), Linear(48, 40).bfloat16()
+    model = nn.Sequential(
+        layer, scaled_norm(1.0), nn.ReLU(), layer, scaled_norm(8.0), nn.ReLU(), last
+    )
+    first = "torch.quantize_row+torch.norm_emulated_row"
+    steps = (
+        step(0, first, (NONE, ROW, TENSOR)),
+        step(1, "torch.norm_emulated_row", (ROW, ROW, TENSOR)),
+        step(2, "torch.norm_emulated_row", (ROW, ROW, NONE)),
+    )
+    layers = [
+        ChainLayer(48, 48, "bias+layer+affine+relu", 1e-5, ROW),
+        ChainLayer(48, 48, "bias+layer+affine+relu", 1e-5, ROW),
+        ChainLayer(40, 48, "bias", 1e-5, ROW),
+    ]
+    segments: list[tuple[int, Any]] = [(0, ()), (1, steps)]
+    return model, plan_text(layers, segments, segments), steps
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_each_norm_behind_a_shared_layer_has_its_copies(
+    calls: list[Any], is_compiled: bool
+) -> None:
+    model, plan, _ = shared_model()
+    x = torch.randn(32, 48).bfloat16()
+    plain = one_by_one(model, x).float()
+    chained(model, plan)
+    run = torch.compile(model, backend="eager", fullgraph=True) if is_compiled else model
+    y = run(x).float()
+    assert calls and 0.01 < ((y - plain).norm() / plain.norm()).item() < 0.1
+    assert [scale_of(model[0], norm) for norm in (model[1], model[4])] == pytest.approx(
+        [static_scale(norm_named("layer"), 48, Format.E4M3FN, n.weight, n.bias)
+         for n in (model[1], model[4])], rel=1e-6
+    )  # fmt: skip
+    model[4].load_state_dict({"weight": 2 * model[4].weight, "bias": model[4].bias})
+    plain, y = one_by_one(model, x).float(), run(x).float()
+    assert ((y - plain).norm() / plain.norm()).item() < 0.1
+    remove_handoff(model)
+    assert not model[1]._load_state_dict_post_hooks and not model[4]._load_state_dict_post_hooks
+    assert not [name for name in model[0]._buffers if "chain" in name]
+
+
+def scale_of(layer: Linear, norm: nn.Module) -> float:
+    found = frozen_vectors(layer, norm)
+    assert found is not None
+    return found[2].view(torch.float32)[0].item()
+
+
+def test_another_sequence_drops_no_norm_of_a_chain(calls: list[Any]) -> None:
+    """Layers of an inner sequence that a chain of the outer one runs."""
+    inner, rest = nn.Sequential(*model_of()[:3]), [*model_of()[3:5]]
+    model, x = nn.Sequential(inner, *rest), rows()
+    expected = steps_run(nn.Sequential(*inner, *rest), x, STEPS, PLAN)
+    none = [""] * 3
+    set_handoff(inner, none, none, "key", ["", "", ""])
+    leaves = [*inner, *rest]
+    set_handoff(model, [""] * 5, [""] * 5, "key", [PLAN] + [""] * 4, modules=leaves)
+    remove_handoff(inner, "key")
+    assert torch.equal(model(x), expected) and len(calls) == 1
+    other = copy.deepcopy(model)
+    remove_handoff(model, "key")
+    assert not inner[0]._chain_norms and "_held_norms" not in vars(model)
+    remove_handoff(other, "key")
+    assert not other[0][0]._chain_norms and not other[0][1]._load_state_dict_post_hooks
