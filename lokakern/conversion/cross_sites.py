@@ -7,7 +7,7 @@ layers is a span of both; a chain may run its last layer alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, fx, nn
@@ -81,8 +81,11 @@ def calls_blocks(module: nn.Module) -> bool:
     return any(is_inner(x) and any(isinstance(y, nn.Linear) for y in leaves(x)) for x in children)
 
 
-def _listed(child: nn.Module) -> Iterable[nn.Module]:
-    return child.children() if isinstance(child, _LISTS) else ()
+def _listed(child: nn.Module) -> Iterator[nn.Module]:
+    """The modules in a list, and in lists in it."""
+    for x in child.children() if isinstance(child, _LISTS) else ():
+        yield x
+        yield from _listed(x)
 
 
 def planned_crosses(

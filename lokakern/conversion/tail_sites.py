@@ -6,7 +6,7 @@ is left alone, without a reason: most modules have nothing to gain.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 
@@ -54,17 +54,34 @@ def called_apart(modules: Iterable[nn.Module]) -> set[int]:
     """
     found: set[int] = set()
     for module in modules:
-        nested = {
-            name: x for name, x in module.named_children()
-            if is_inner(x) and any(map(is_inner, x))
-        }  # fmt: skip
-        if not nested or isinstance(module, nn.Sequential):
+        if isinstance(module, nn.Sequential):
+            continue
+        nested = {name: x for name, x in _contained(module, "") if any(map(is_inner, x))}
+        if not nested:
             continue
         try:
             graphs, _ = graphs_of(module)
         except (UnsupportedError, TypeError, ValueError):
             continue
         called = {str(x.target) for graph in graphs for x in graph.nodes if x.op == "call_module"}
-        owners = {target.rpartition(".")[0] for target in called}
-        found |= {id(x) for name, x in nested.items() if name in owners - called}
+        owners = {owner for target in called for owner in _owners_of(target)}
+        found |= {
+            id(x) for name, x in nested.items()
+            if name in owners and called.isdisjoint((name, *_owners_of(name)))
+        }  # fmt: skip
     return found
+
+
+def _contained(module: nn.Module, before: str) -> Iterator[tuple[str, nn.Sequential]]:
+    """Names of the sequences that a forward may call, or parts of: also in lists and sequences."""
+    for name, child in module.named_children():
+        if is_inner(child):
+            yield before + name, child
+        if is_inner(child) or isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _contained(child, f"{before}{name}.")
+
+
+def _owners_of(name: str) -> Iterator[str]:
+    """Names of what a child is in."""
+    while name := name.rpartition(".")[0]:
+        yield name

@@ -47,8 +47,8 @@ _MOST_RECIPES = 64  # of a module: a few m each for a few chains
 # which are in dictionaries of their own, attributes of the same name would be read instead.
 _READS: dict[type[nn.Module], tuple[str, ...]] = {
     Linear: (
-        "in_features", "out_features", "_plan", "_chain_scales", "_frozen_norms", "activation", "weight", "bias",
-        "fp8_data", "fp8_scale", "norm",
+        "in_features", "out_features", "_plan", "_chain_scales", "_frozen_norms", "activation",
+        "weight", "bias", "fp8_data", "fp8_scale", "norm",
     ),
     nn.LayerNorm: ("normalized_shape", "eps", "weight", "bias"),
     nn.RMSNorm: ("normalized_shape", "eps", "weight"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -155,6 +155,36 @@ def test_a_sequence_whose_children_are_called_keeps_their_chains(book: Book) -> 
     assert chains_of(convert(both, 0.06)) == ["blocks.0.0 blocks.1.0"]
     assert sorted(chains_of(convert(apart, 0.06))) == ["blocks.0.0", "blocks.1.0"]
     assert is_chained(both) and is_chained(apart)
+
+
+class Holding(nn.Module):
+    """A forward that calls the children of sequences in a container."""
+
+    def __init__(self, held: nn.Module, blocks: str) -> None:
+        super().__init__()
+        self.held, self.of_blocks = held, blocks
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.get_submodule(self.of_blocks):  # type: ignore[union-attr]
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("hold", "name"),
+    [
+        (lambda blocks: nn.ModuleList([blocks]), "held.0"),
+        (lambda blocks: nn.ModuleDict({"a": nn.ModuleList([blocks])}), "held.a.0"),
+        (lambda blocks: nn.Sequential(blocks), "held.0"),
+    ],
+)
+def test_so_does_one_in_a_container(
+    hold: Callable[[nn.Module], nn.Module], name: str, book: Book
+) -> None:
+    model = Holding(hold(in_blocks()), name)
+    chains = sorted(chains_of(convert(model, 0.06)))
+    assert chains == [f"{name}.0.0", f"{name}.1.0"]
+    assert is_chained(model)
 
 
 def test_layers_of_a_span_are_told_once(book: Book) -> None:
