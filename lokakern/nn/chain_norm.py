@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from lokakern.device import current_device
 from lokakern.epilogue import norm_form
@@ -179,9 +180,13 @@ def _names_at(place: int) -> tuple[str, str, str]:
 def frozen_names(layer: Linear, norm: nn.Module | None) -> tuple[str, str, str] | None:
     """Names of the buffers of a norm: its weight, its bias and its scales; None without them."""
     for place, frozen in enumerate(layer._frozen_norms):
-        if id(frozen) == id(norm):  # which a compiler guards, also where they differ
+        if frozen is norm:
             names = _names_at(place)
             return names if names[2] in layer._buffers else None
+    # A compiler guards that two are one, and that they are not by their ids: a refresh may change
+    # that.
+    for each in (*layer._frozen_norms, norm) if is_compiling() else ():
+        id(each)
     return None
 
 

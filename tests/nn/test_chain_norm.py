@@ -50,6 +50,11 @@ STEPS = (
 PLAN = plan_of(STEPS, first=1)
 
 
+@pytest.fixture(autouse=True)
+def _reset() -> None:
+    torch._dynamo.reset()
+
+
 def norm_of(kind: str) -> nn.Module:
     if kind == "rms":
         return nn.RMSNorm(48, eps=1e-5)
@@ -280,6 +285,10 @@ def test_a_norm_that_was_replaced_is_not_read(
     assert torch.equal(run(x), expected)
     block[1] = scaled_norm(4.0)
     assert not torch.equal(run(x), expected) and len(calls) == count + 1
+    if calls_it == "a sequence":  # as a refresh does
+        set_handoff(model, [""] * 5, [""] * 5, "", [PLAN] + [""] * 4, modules=[*block, *rest])
+        expected = steps_run(nn.Sequential(*block, *rest), x, STEPS, PLAN)
+        assert torch.equal(run(x), expected) and len(calls) == count + 2
 
 
 def shared_model() -> tuple[nn.Sequential, str, tuple[Any, ...]]:
