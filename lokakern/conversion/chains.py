@@ -49,6 +49,7 @@ from lokakern.types import Device, Format, Granularity, norm_form
 MOST_LAYERS = 8  # of one chain
 BFLOAT16 = Form(NONE, NONE)
 SWEEP = "measure them with `handle.suite(m)` and `python -m lokakern.bench sweep --suite FILE`"
+_MEASURED = "measured"
 Segments = list[tuple[int, Steps]]
 
 
@@ -103,6 +104,8 @@ class PlannedChain:
         text: The plan, see `lokakern.nn.chain_plan`.
         times: The fastest chain at each measured m where there is one.
         why: The reason in a few words.
+        most_added: For each layer the most that a static scale of its output may add to its error
+            if its norm has a weight or a bias; infinite without such a scale.
     """
 
     start: int
@@ -111,6 +114,7 @@ class PlannedChain:
     text: str
     times: tuple[TimedChain, ...] = field(repr=False)
     why: str
+    most_added: tuple[float, ...] = field(default=(), repr=False)
 
     @property
     def launches(self) -> tuple[Steps, ...]:
@@ -167,7 +171,7 @@ def plan_span(
         ChoicesError: The file of frozen choices holds no chains of these layers, but something
             else.
     """
-    asked = _asked(span, judge, cuts)
+    asked = [_asked(span, judge, cuts, by_values=by_values) for by_values in (True, False)]
     if dispatcher.choices() is not None:
         return _held_plan(asked, span, judge)
     own = _Search(tuple(span), judge)
@@ -178,48 +182,117 @@ def plan_span(
     )
     why = "" if chains else search.why_none()
     if chains:
-        texts = [f"{chain.start} {chain.stop} {chain.text}" for chain in chains]
+        texts = [f"{c.start} {c.stop} {_text_of(c.most_added)} {c.text}" for c in chains]
         names = {s.kernel for chain in chains for steps in chain.launches for s in steps}
-        dispatcher.keep_answer(judge.device, asked, texts, names)
+        dispatcher.keep_answer(judge.device, asked[0], texts, names)
+        if any(x.added < math.inf for x in span):
+            # Of spans that differ in the values of norms, those with the least static scales.
+            least = min(most for chain in chains for most in chain.most_added)
+            dispatcher.keep_answer(judge.device, asked[1], texts, names, rank=(-least, *texts))
     return SpanPlan(chains, why, own.missing)
 
 
-def _asked(span: Sequence[SpanLayer], judge: ChainJudge, cuts: Collection[int] | None) -> str:
-    layers = [(*x.layer, x.eps, x.route.text, x.is_handed, x.tensors, x.added) for x in span]
+def _asked(
+    span: Sequence[SpanLayer], judge: ChainJudge, cuts: Collection[int] | None, *, by_values: bool
+) -> str:
+    """The question for the chains of a span, of norms with these values, or with any."""
+    layers = [
+        (*x.layer, x.eps, x.route.text, x.is_handed, x.tensors, *([x.added] if by_values else []))
+        for x in span
+    ]  # fmt: skip
     ways = None if all(x.ways is None for x in span) else digest_of([x.ways for x in span])
     return question(
-        "chains", layers=layers if len(span) == 1 else digest_of(layers), ways=ways,
+        "chains" if by_values else "chains of any norms", layers=layers if len(span) == 1 else digest_of(layers), ways=ways,
         row_err=judge.limit, distributions=judge.distributions, regime=judge.regime,
         m_range=judge.m_range, static=judge.admits_static, weights=judge.weights,
         format=judge.half, cuts=None if cuts is None else sorted(cuts),
     )  # fmt: skip
 
 
-def _held_plan(asked: str, span: Sequence[SpanLayer], judge: ChainJudge) -> SpanPlan:
-    """The chains of the frozen choices in use; none if they have none."""
-    answer = dispatcher.held_answer(judge.device, asked)
+def _text_of(most_added: Sequence[float]) -> str:
+    return ",".join(f"{most:.9g}" for most in most_added)
+
+
+def _held_plan(asked: Sequence[str], span: Sequence[SpanLayer], judge: ChainJudge) -> SpanPlan:
+    """The chains of the frozen choices in use; none if they have none.
+
+    Where they were not made for norms with these values, those for others, but chains with a static
+    scale that would now add too much to the error.
+    """
+    answers = (dispatcher.held_answer(judge.device, x) for x in asked)
+    answer = next((x for x in answers if x is not None), None)
     held = dispatcher.choices()
     assert held is not None
     if answer is None:
         return SpanPlan((), f"none is among the choices of {held.origin}")
     found: list[PlannedChain] = []
     for given in answer.texts:
-        first, last, *text = given.split(" ", 2)
+        first, last, *rest = given.split(" ", 3)
         is_range = first.isdecimal() and last.isdecimal() and len(first + last) <= 8
-        answer.expect(is_range and len(text) == 1, f"{given!r} is no chain")
+        answer.expect(is_range and len(rest) == 2, f"{given!r} is no chain")
         start, stop, behind = int(first), int(last), found[-1].stop if found else 0
         fits = behind <= start < stop <= min(len(span), start + MOST_LAYERS)
         answer.expect(fits, f"a chain of layers {start} to {stop} of {len(span)}")
-        layers = checked_plan(text[0], span[start:stop], judge, answer)
+        layers = checked_plan(rest[1], span[start:stop], judge, answer)
+        most = _numbers_in(rest[0])
+        is_most = len(most) == stop - start and not any(map(math.isnan, most))
+        answer.expect(is_most, f"{given!r} is no chain")
         why = f"of the choices of {held.origin}"
-        found.append(PlannedChain(start, stop, layers, text[0], (), why))
-    return SpanPlan(tuple(found))
+        chain = PlannedChain(start, stop, layers, rest[1], (), why, most)
+        scales = {step.place for steps in chain.launches for step in steps if _is_static(step)}
+        affine = {i for i, x in enumerate(layers) if norm_form(x.epilogue).affine}
+        is_limited = all(most[place] <= judge.limit for place in scales & affine)
+        answer.expect(is_limited, f"static scales of {given!r} may add more than {judge.limit:g}")
+        found.append(chain)
+    left = [(x, place) for x in found if (place := _over(x, span)) is not None]
+    chains = tuple(x for x in found if _over(x, span) is None)
+    if chains or not left:
+        return SpanPlan(chains)
+    chain, place = left[0]
+    return SpanPlan(
+        (),
+        f"over the budget: behind the norm of layer {chain.start + place + 1} a static scale adds "
+        f"{span[chain.start + place].added:.4g} to row_err, and the chain of the choices of "
+        f"{held.origin} has room for {chain.most_added[place]:.4g}",
+    )
+
+
+def _numbers_in(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(map(float, text.split(",")))
+    except ValueError:
+        return ()
+
+
+def _is_static(step: ChainStep) -> bool:
+    return step.writes is TENSOR
+
+
+def _over(chain: PlannedChain, span: Sequence[SpanLayer]) -> int | None:
+    """The first layer of a chain whose static scale adds too much to its error; None without."""
+    for place, most in enumerate(chain.most_added):
+        # Both are rounded.
+        if most < math.inf and span[chain.start + place].added > most * (1 + 1e-6):
+            return place
+    return None
 
 
 def is_measured(x: SpanLayer, judge: ChainJudge) -> bool:
-    """Whether the unquantized layer was measured, with or without a bias."""
+    """Whether the unquantized layer was measured, with or without a bias.
+
+    With frozen choices, whether it was where they were made.
+    """
+    asked = question("measured layer", layer=x.layer, regime=judge.regime, format=judge.half)
+    if dispatcher.choices() is not None:
+        answer = dispatcher.held_answer(judge.device, asked)
+        if answer is not None:
+            answer.expect(answer.texts == (_MEASURED,), f"{asked} is wrong")
+        return answer is not None
     search = _Search((x,), judge)
-    return bool(search.measured_m(search.as_measured(x)))
+    is_so = bool(search.measured_m(search.as_measured(x)))
+    if is_so:
+        dispatcher.keep_answer(judge.device, asked, [_MEASURED], ())
+    return is_so
 
 
 def _of_layers(chain: PlannedChain, span: Sequence[SpanLayer]) -> PlannedChain:
@@ -579,7 +652,23 @@ class _Search:
             f"{at[0] if len(at) == 1 else f'{at[0]}..{at[-1]}'}"
         )
         text = in_dtype(plan_text(layers, aligned, _merged(other)), self._judge.half.dtype)
-        return PlannedChain(start, stop, layers, text, times, why)
+        begins = (self.at(start, stop, m, weights) for m, steps in aligned if steps)
+        most = self._most_added(start, stop, [x for x in (*times, *begins) if x is not None])
+        return PlannedChain(start, stop, layers, text, times, why, most)
+
+    def _most_added(
+        self, start: int, stop: int, times: Sequence[TimedChain]
+    ) -> tuple[float, ...]:  # fmt: skip
+        """What static scales behind norms with values may add to errors, see `PlannedChain`."""
+        found = [math.inf] * (stop - start)
+        for step in (step for t in times if t.is_faster for step in t.steps):
+            problem = step.problem
+            if problem.out_granularity is TENSOR and norm_form(problem.epilogue).affine:
+                # What is stored without the scale, as of `_with_added`.
+                own = (step.row_err or 0.0) ** 2 - self._span[start + step.place].added ** 2
+                room = math.sqrt(max(0.0, self._judge.limit**2 - max(0.0, own)))
+                found[step.place] = min(found[step.place], room)
+        return tuple(found)
 
     def _segments(self, start: int, stop: int, weights: Weights) -> Segments:
         """Launches by ranges of m; none outside the measured ones."""

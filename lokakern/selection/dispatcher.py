@@ -182,14 +182,22 @@ def chosen() -> list[Table]:
         return [table for table in dict.fromkeys(_TABLES.values()) if table.is_choice]
 
 
-def keep_answer(device: Device, asked: str, texts: Sequence[str], kernels: Iterable[str]) -> None:
-    """Keep an answer that `lokakern.freeze` writes, with the names of its kernels."""
+def keep_answer(
+    device: Device, asked: str, texts: Sequence[str], kernels: Iterable[str],
+    rank: tuple[object, ...] = (),
+) -> None:  # fmt: skip
+    """Keep an answer that `lokakern.freeze` writes, with the names of its kernels.
+
+    Of several answers to a question, which have a rank, that of the least one.
+    """
     global _FORGOTTEN
     with _LOCK:
         if len(_ANSWERS) >= _MOST_TABLES:
             _ANSWERS.clear()
             _FORGOTTEN = True
-        _ANSWERS[device, asked] = KeptAnswer(tuple(texts), frozenset(kernels))
+        before = _ANSWERS.get((device, asked))
+        if before is None or not rank or rank < before.rank:
+            _ANSWERS[device, asked] = KeptAnswer(tuple(texts), frozenset(kernels), rank)
 
 
 def kept_answers() -> dict[tuple[Device, str], KeptAnswer]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 from torch import nn
 
 import lokakern
+from lokakern.conversion.chains import PlannedChain
 from lokakern.conversion.convert import Conversion
 from lokakern.conversion.step_host import StepHost, host_of_step
 from lokakern.device import current_device
@@ -24,9 +27,9 @@ from lokakern.selection.frozen import file_format
 from lokakern.selection.frozen.answers import LARGEST_M, question, spans_of_m
 from lokakern.selection.weight_forms import with_weight
 from lokakern.types import ErrorBudget, Granularity
-from tests.conversion.test_chain_spans import convert, is_chained, rows, tower
+from tests.conversion.test_chain_spans import convert, is_chained, normed, rows, tower
 from tests.conversion.test_chain_verdicts import BOTH
-from tests.conversion.test_chains import both
+from tests.conversion.test_chains import both, static_rows
 from tests.conversion.test_convert import K, N, measured, model_of
 from tests.support.chain_rows import FUSED, QUANTIZING
 from tests.support.conversions import report_of
@@ -326,3 +329,74 @@ def test_a_plan_of_a_file_runs_where_the_database_ran_it(book: Book, tmp_path: P
     ((frozen,),) = (span.plan.chains for span in convert(tower(), 0.06).spans)
     for m in (1, 511, 512, 513, 1000, 2048, 2049):
         assert steps_at(frozen.text, m) == steps_at(chain.text, m)
+
+
+def trained(spread: float) -> nn.Sequential:
+    """Layers with norms whose weights spread around 1."""
+    model = normed()
+    for norm in (model[1], model[4]):
+        norm.weight.uniform_(1 - spread, 1 + spread)
+    return model.eval()
+
+
+def chain_of(found: Conversion) -> PlannedChain:
+    ((chain,),) = (span.plan.chains for span in found.spans)
+    return chain
+
+
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_chains_of_a_file_run_after_training(tmp_path: Path, is_reversed: bool) -> None:
+    """But not where a static scale behind a norm would now add too much to the error.
+
+    Of spans that differ in the values of norms alone, the one with the fewest such scales is used.
+    """
+    Book(tmp_path / "rows.sqlite").write(*static_rows())
+    extreme = trained(0.0)
+    extreme[1].weight[0] = 1e5  # all others are near the smallest steps
+    models = [trained(0.0), trained(0.3)]
+    chains = [chain_of(convert(model, 0.06)) for model in models[:: -1 if is_reversed else 1]]
+    assert chains[0].text == chains[1].text
+    # What 0.045 leaves of 0.06.
+    assert chains[0].most_added == (pytest.approx(0.0397, abs=1e-4), math.inf)
+    assert [step.writes for step in chains[0].launches[0]] == [Granularity.TENSOR, Granularity.NONE]
+    freeze(tmp_path)
+    for spread in (0.0, 0.8):
+        model = trained(spread)
+        assert chain_of(convert(model, 0.06)).text == chains[0].text and is_chained(model)
+    found = convert(extreme, 0.06)
+    assert not found.spans[0].plan.chains and not is_chained(extreme)
+    assert "over the budget: behind the norm of layer 1 a static scale adds" in found.explain()
+    assert "has room for 0.03969" in found.explain()
+
+
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_of_alike_spans_that_with_the_fewest_static_scales_is_for_others(
+    tmp_path: Path, is_reversed: bool
+) -> None:
+    Book(tmp_path / "rows.sqlite").write(*static_rows())
+    extreme = trained(0.0)
+    extreme[1].weight[0] = 1e5
+    texts = []
+    for model in (trained(0.0), extreme)[:: -1 if is_reversed else 1]:
+        texts.append(chain_of(convert(copy.deepcopy(model), 0.06)).text)
+    static, by_row = texts[:: -1 if is_reversed else 1]
+    assert static != by_row
+    freeze(tmp_path)
+    assert chain_of(convert(trained(0.0), 0.06)).text == static
+    for model in (trained(0.8), extreme):
+        assert chain_of(convert(model, 0.06)).text == by_row
+
+
+@pytest.mark.parametrize("most", ["inf,inf", "nan,inf", "0.01", "0.5,inf", "a,inf"])
+def test_forged_room_for_a_static_scale_is_refused(most: str, tmp_path: Path) -> None:
+    Book(tmp_path / "rows.sqlite").write(*static_rows())
+    convert(trained(0.0), 0.06)
+    path = freeze(tmp_path)
+
+    def edit(texts: list[str]) -> list[str]:
+        first, last, _, plan = texts[0].split(" ")
+        return [f"{first} {last} {most} {plan}"]
+
+    forge(path, "chains of any norms", edit)
+    with pytest.raises(ChoicesError):
+        convert(trained(0.8), 0.06)

@@ -13,9 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import lokakern
 from lokakern import numerics
 from lokakern.chain.candidates import Layer
 from lokakern.conversion.convert import Conversion
+from lokakern.device import current_device
 from lokakern.nn.crossed_forward import crossed_of
 from lokakern.selection import dispatcher
 from lokakern.types import Format
@@ -25,7 +27,7 @@ from tests.conversion.test_chains import NARROW, WIDE
 from tests.conversion.test_tail_chains import convert
 from tests.conversion.test_tuned_chains import kept, tuned
 from tests.support.chain_rows import fp8_rows, layer_rows, plain_rows
-from tests.support.measurements import BF16, Book, gemm, time
+from tests.support.measurements import BF16, H200, Book, gemm, time
 
 PLAIN, FP8 = {512: 20.0, 2048: 60.0}, {512: 5.0, 2048: 15.0}
 Run = Callable[[Any, Tensor], Tensor]
@@ -423,3 +425,26 @@ def test_a_residual_without_a_norm_has_to_beat_what_its_bytes_take(
     model = made(product)
     model.fc = nn.Linear(8192, 512, bias=bias)
     assert bool(epilogues_of(convert(model.bfloat16(), 0.06))) == is_faster
+
+
+@pytest.fixture
+def _here(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = frozenset({H200, current_device("cpu")})
+    for module in ("dispatcher", "frozen.lookup", "frozen.file_format", "frozen.write"):
+        monkeypatch.setattr(f"lokakern.selection.{module}.devices_here", lambda: here)
+
+
+@pytest.mark.parametrize("run", [gated, behind, mlp])
+@pytest.mark.usefixtures("_here")
+def test_frozen_choices_hold_residuals_and_gates(run: Run, book: Book, tmp_path: Path) -> None:
+    """Also that the residual behind a chain was not measured."""
+    if run is mlp:
+        book.write(*(row for x in (WIDE, NARROW) for row in layer_rows(x, PLAIN, FP8)))
+    else:
+        measure(book, PATTERNS[run])
+    before = epilogues_of(convert(made(run), 0.06))
+    assert before == ([WIDE.epilogue, NARROW.epilogue] if run is mlp else [PATTERNS[run]])
+    lokakern.freeze(tmp_path / "choices.json")
+    dispatcher.use_choices(tmp_path / "choices.json")
+    model = made(run)
+    assert epilogues_of(convert(model, 0.06)) == before and is_chained(model)

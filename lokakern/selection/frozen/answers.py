@@ -22,10 +22,11 @@ LARGEST_M = 2**24  # 16 million rows: a batch of 4096 of 4096 each
 
 
 class KeptAnswer(NamedTuple):
-    """An answer with the names of its kernels, whose digests a file holds."""
+    """An answer with the names of its kernels, whose digests a file holds, and its rank, if any."""
 
     texts: tuple[str, ...]
     kernels: frozenset[str]
+    rank: tuple[Any, ...] = ()
 
 
 class HeldAnswer(NamedTuple):
