@@ -202,7 +202,8 @@ def _asked(
     ]  # fmt: skip
     ways = None if all(x.ways is None for x in span) else digest_of([x.ways for x in span])
     return question(
-        "chains" if by_values else "chains of any norms", layers=layers if len(span) == 1 else digest_of(layers), ways=ways,
+        "chains" if by_values else "chains of any norms",
+        layers=layers if len(span) == 1 else digest_of(layers), ways=ways,
         row_err=judge.limit, distributions=judge.distributions, regime=judge.regime,
         m_range=judge.m_range, static=judge.admits_static, weights=judge.weights,
         format=judge.half, cuts=None if cuts is None else sorted(cuts),

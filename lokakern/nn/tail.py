@@ -70,6 +70,7 @@ _ADD, _MUL = "add()", "mul()"
 NORMS_OF_TAILS = (*NORMS, BlockRMSNorm)
 _SEQUENCES = (nn.Sequential, BoundedSequential)
 _NORM = "norm"
+_NO_LAYER = ""  # in the place of a first layer, of blocks that became empty
 # Modules whose functions call none that they are given.
 _PURE = (
     "torch", "torch.functional", "torch.nn.functional", "torch._tensor", "torch._jit_internal",
@@ -113,12 +114,21 @@ class Tail(NamedTuple):
         while rest and len(found) < len(words):
             module = modules.get(rest[0])
             if type(module) in _SEQUENCES:
-                found += [x for x in module.modules() if isinstance(x, nn.Linear)]  # type: ignore[union-attr]
+                found += _linears_in(module)
                 rest = rest[1:]
             else:
                 found.append(module)
                 rest = rest[1 + len(_kinds_of(words[len(found) - 1])) :]
         return found
+
+
+def _linears_in(sequence: nn.Module | None) -> Iterator[nn.Linear]:
+    """The layers of a block in order, as often as they are in it, whatever hooks it has by now."""
+    for module in sequence._modules.values() if sequence is not None else ():
+        if isinstance(module, nn.Linear):
+            yield module
+        elif type(module) in _SEQUENCES:
+            yield from _linears_in(module)
 
 
 class FoundTail(NamedTuple):
@@ -305,7 +315,7 @@ def _flat(calls: Sequence[nn.Module | str], *, in_call: bool = True) -> list[nn.
             found.append(each)
         else:
             found += [module for module in leaves(each) if not passes_on(module, in_call)]
-    return found or [_NORM]
+    return found or [_NO_LAYER]
 
 
 def _chain_parts(modules: Sequence[nn.Module | str], words: Sequence[list[str]]) -> list[Part]:
