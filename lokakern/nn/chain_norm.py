@@ -158,17 +158,17 @@ def made_buffers(layer: Linear) -> dict[str, Tensor]:
 
 def _vectors_of(layer: Linear, norm: nn.Module, rows: int) -> tuple[Tensor | None, ...]:
     """Copies of a norm's weight and bias, and the bytes of its scales; Nones if there are none."""
-    vectors = [getattr(norm, name, None) for name in ("weight", "bias")]
+    weight, bias = (getattr(norm, name, None) for name in ("weight", "bias"))
     device = layer.weight.device
-    given = [x for x in vectors if x is not None]
+    given = [x for x in (weight, bias) if x is not None]
     if any(type(x) not in (nn.Parameter, Tensor) or x.device != device for x in given):
         return None, None, None
     name = "layer" if isinstance(norm, nn.LayerNorm) else "rms"
     bound = largest(norm_named(name), layer.out_features)
     form = fp8_format(current_device(device.type, device.index or 0))
     with torch.no_grad():
-        scale = new_bound_scale(bound, form, *vectors, device).expand(rows, 1).contiguous()
-        copies = [None if x is None else x.detach().clone() for x in vectors]
+        scale = new_bound_scale(bound, form, weight, bias, device).expand(rows, 1).contiguous()
+        copies = [None if x is None else x.detach().clone() for x in (weight, bias)]
     return *copies, scale.view(torch.uint8)
 
 

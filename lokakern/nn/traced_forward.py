@@ -366,9 +366,11 @@ def writes(node: fx.Node, parent: nn.Module) -> bool:
         return any(getattr(module, "inplace", False) is True for module in called)
     if node.op not in ("call_method", "call_function"):
         return False
-    if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
-        packet = getattr(target, "overloadpacket", target)
-        return any(getattr(packet, name)._schema.is_mutable for name in packet.overloads())
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.is_mutable
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        names = target.overloads()  # type: ignore[no-untyped-call]
+        return any(getattr(target, name)._schema.is_mutable for name in names)
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     if name == "setitem" or name.startswith("in_place_") or name.rstrip("_") + "_" == name:
         return True

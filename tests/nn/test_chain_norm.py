@@ -358,3 +358,12 @@ def test_another_sequence_drops_no_norm_of_a_chain(calls: list[Any]) -> None:
     assert not inner[0]._chain_norms and "_held_norms" not in vars(model)
     remove_handoff(other, "key")
     assert not other[0][0]._chain_norms and not other[0][1]._load_state_dict_post_hooks
+
+
+def test_a_layer_of_a_block_is_told_as_often_as_it_is_called() -> None:
+    from lokakern.nn.tail import Tail
+
+    layer = Linear(48, 48)
+    block = nn.Sequential(nn.Sequential(layer, nn.ReLU()), layer, nn.ReLU())
+    block[0].register_forward_hook(lambda *_: None)
+    assert Tail(("block",), "", "", PLAN).layers({"block": block}) == [layer, layer]
