@@ -407,9 +407,15 @@ def test_a_call_during_capture_is_not_checked_but_the_next_one_is(
 
 
 def ops_of(call: Callable[[], object]) -> Counter[str]:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    """Ops of a call, without those of threads that other tests left, such as a watch's."""
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=kinds) as found, torch.profiler.record_function("here"):
         call()
-    return Counter(e.name for e in profile.events() if e.name.startswith(("aten", "lokakern")))
+    events = found.events()
+    (here,) = (e.thread for e in events if e.name == "here")
+    return Counter(
+        e.name for e in events if e.thread == here and e.name.startswith(("aten", "lokakern"))
+    )
 
 
 def test_calls_between_checks_run_nothing_else(fp8_is_fast: None) -> None:
