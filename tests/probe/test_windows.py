@@ -282,9 +282,7 @@ def test_an_error_of_torch_is_the_same_in_cpp() -> None:
                 act()
 
 
-def test_a_sampled_step_is_one_call_of_the_library_for_each_pass(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_sampled_step_is_one_call_of_the_library_for_each_pass() -> None:
     """The ops that take all samples of a graph at its end."""
     calls: Counter[str] = Counter()
     with native.in_use() as library:
@@ -298,7 +296,7 @@ def test_a_sampled_step_is_one_call_of_the_library_for_each_pass(
                 calls[name] += 1
                 return getattr(library, name)
 
-        monkeypatch.setattr(native.replay.NATIVE, "module", Counted())
+        native.replay.NATIVE.module = Counted()  # until the library is in use no more
         with steps.probe:
             taken = ops.probe_taps([x] * LAYERS, [x] * LAYERS, weights, numbers, [True] * LAYERS)
             assert calls == {"take_samples": 1, "as_tensors": 1}
