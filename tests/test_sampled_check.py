@@ -29,7 +29,6 @@ from lokakern.conversion.convert import Conversion
 from lokakern.conversion.routes import _grad_input_problem
 from lokakern.device import current_device, current_environment
 from lokakern.errors import BudgetError, FormatError
-from lokakern.native import NATIVE
 from lokakern.nn.linear import Linear
 from lokakern.nn.routed_matmul import read_route, route_text
 from lokakern.numerics import measure_errors
@@ -62,9 +61,6 @@ BUDGET = lokakern.ErrorBudget(row_err=0.06)
 def nothing_was_checked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("LOKAKERN_CHECK", raising=False)
     monkeypatch.setattr(sampled_check, "_WATCHES", {})
-    # Ops are counted, of which the library would launch some elsewhere.
-    for name in ("module", "replay", "call_layer", "call_chain", "call_op", "call_sequence"):
-        monkeypatch.setattr(NATIVE, name, None)
     yield
     dispatcher.use_snapshot(None)
 
@@ -411,15 +407,9 @@ def test_a_call_during_capture_is_not_checked_but_the_next_one_is(
 
 
 def ops_of(call: Callable[[], object]) -> Counter[str]:
-    """Ops of a call, without those of threads that other tests left, such as a watch's."""
-    kinds = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=kinds) as found, torch.profiler.record_function("here"):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         call()
-    events = found.events()
-    (here,) = (e.thread for e in events if e.name == "here")
-    return Counter(
-        e.name for e in events if e.thread == here and e.name.startswith(("aten", "lokakern"))
-    )
+    return Counter(e.name for e in profile.events() if e.name.startswith(("aten", "lokakern")))
 
 
 def test_calls_between_checks_run_nothing_else(fp8_is_fast: None) -> None:

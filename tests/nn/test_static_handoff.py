@@ -119,9 +119,7 @@ def test_few_rows_are_not_quantized_and_no_rows_are_accepted() -> None:
         assert torch.equal(handed_over(model_of())(rows(m)), nn.Sequential(*model_of())(rows(m)))
 
 
-def test_at_m_without_kernels_layers_are_called_as_by_a_sequence(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_at_m_without_kernels_layers_are_called_as_by_a_sequence() -> None:
     model, made = handed_over(model_of()), []
     with native.in_use() as library, torch.no_grad():
 
@@ -130,7 +128,7 @@ def test_at_m_without_kernels_layers_are_called_as_by_a_sequence(
             made.append(y is not None)
             return y
 
-        monkeypatch.setattr(NATIVE, "call_layer", spy)
+        NATIVE.call_layer = spy  # until the library is in use no more
         for m, expected in ((7, [True] * 3), (48, [True] * 2)):  # a static scale is Python's
             made.clear()
             model(rows(m))
