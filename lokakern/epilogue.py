@@ -10,7 +10,7 @@ from lokakern.norm import KINDS, NO_NORM, Norm, norm_named
 if TYPE_CHECKING:
     from torch import Tensor
 
-ACTIVATIONS = ("none", "relu", "hardswish", "silu")
+ACTIVATIONS = ("none", "relu", "hardswish", "silu", "gelu", "gelu_tanh")
 # Words of an epilogue with a norm, and how many matrices of the output's shape each reads.
 BESIDE = {"residual": 1, "gate": 1, "cross": 2, "residual_last": 1}
 # What `Problem.epilogue` of a GEMM may say.
@@ -29,7 +29,7 @@ class Epilogue(NamedTuple):
     or ``out = v`` rounded. What is NaN stays NaN.
 
     Attributes:
-        activation: "none", "relu", "hardswish" or "silu".
+        activation: One of `ACTIVATIONS`.
         x0: Of the cross, ``[m, n]``, bfloat16, columns contiguous, any row stride.
         x: As ``x0``.
         out_scale: Decode scale of an FP8 output, float32 ``[1, 1]``.
@@ -74,7 +74,7 @@ class NormEpilogue(NamedTuple):
         bias: ``[n]``, bfloat16 or float32, as are the next two, all of one dtype.
         norm_weight: ``[n]``.
         norm_bias: ``[n]``.
-        activation: "none", "relu", "hardswish" or "silu".
+        activation: One of `ACTIVATIONS`.
         residual: ``[m, n]``, bfloat16, columns contiguous, any row stride, as are the next three.
         residual_last: Whether the residual is added to the output, not to the sums.
         gate: ``[m, n]``.

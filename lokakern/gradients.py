@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -54,6 +55,13 @@ def slope(z: Tensor, activation: str) -> Tensor:
     if activation == "silu":
         s = torch.sigmoid(z)
         return s * (1.0 + z * (1.0 - s))
+    if activation == "gelu":
+        density = torch.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
+        return 0.5 + 0.5 * torch.erf(z / math.sqrt(2)) + z * density
+    if activation == "gelu_tanh":  # z s, s = sigmoid(u), u = 2 sqrt(2 / pi) (z + 0.044715 z^3)
+        factor, square = 2 * math.sqrt(2 / math.pi), 0.044715 * z * z
+        s = torch.sigmoid(factor * z * (1.0 + square))
+        return s * (1.0 + factor * z * (1.0 + 3.0 * square) * (1.0 - s))
     raise UnknownNameError(
         f"activation {activation!r} is unknown; expected one of {', '.join(ACTIVATIONS)}"
     )

@@ -125,7 +125,7 @@ def static_scale(
 ) -> float:
     """A decode scale under which no output of a normalization saturates, known before any row is.
 
-    Activations that do not enlarge a magnitude (relu, hardswish, silu) keep it so.
+    Activations that do not enlarge a magnitude (all of `lokakern.epilogue.ACTIVATIONS`) keep it so.
 
     Args:
         norm: Not "none", of which no scale is known.

@@ -25,7 +25,8 @@ from lokakern.types import NormEpilogue
 STEP_ROUNDOFF = 2.0**-20
 SUM_ROUNDOFF = 2.0**-13  # what `numerics.kernel_error` gives a magnitude
 # Of each activation: its largest curvature, and where its slope jumps, by how much.
-CURVATURES = {"none": 0.0, "relu": 0.0, "hardswish": 1 / 3, "silu": 0.5}
+CURVATURES = {"none": 0.0, "relu": 0.0, "hardswish": 1 / 3, "silu": 0.5,
+              "gelu": 0.8, "gelu_tanh": 0.8}  # fmt: skip
 JUMPS = {"relu": ((0.0, 1.0),), "hardswish": ((-3.0, 0.5), (3.0, 0.5))}
 
 

@@ -20,6 +20,7 @@ x0, and dy = dd * x0 the gradient of z.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -78,6 +79,8 @@ ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
     "relu": (torch.relu, 1.0),
     "hardswish": (torch.nn.functional.hardswish, 1.5),
     "silu": (torch.nn.functional.silu, 1.1),
+    "gelu": (torch.nn.functional.gelu, 1.13),
+    "gelu_tanh": (functools.partial(torch.nn.functional.gelu, approximate="tanh"), 1.13),
 }
 
 

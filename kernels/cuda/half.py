@@ -21,6 +21,7 @@ from torch import Tensor
 from lokakern.driver import CudaLaunch
 from lokakern.kernels.cuda import (
     activate_quantize,
+    gelu,
     gemm_cross,
     gemm_norm,
     norm_backward,
@@ -102,6 +103,9 @@ def _bound_in_half(bound: Any) -> Any:
 
 def _in_half(launch: CudaLaunch) -> CudaLaunch:
     program = launch.program
+    with_gelu = gelu.in_half(program)
+    if with_gelu is not None:
+        return launch.with_program(with_gelu)
     source = Path(program.source)
     return launch.with_program(replace(program, source=str(source.with_name(SOURCES[source.name]))))
 

@@ -40,7 +40,8 @@ WEIGHTS = {TENSOR: (TENSOR,), ROW: (ROW,), GROUP: (BLOCK, GROUP)}  # weights for
 CONVERSIONS = ("quantize", "dequantize")
 # Gain of an activation for the square of a small relative error: mean(f'(z)^2) over mean(f(z)^2)
 # for normal z.
-GAINS = {"none": 1.0, "relu": 1.0, "hardswish": 1.081, "silu": 1.067}
+GAINS = {"none": 1.0, "relu": 1.0, "hardswish": 1.081, "silu": 1.067, "gelu": 1.072,
+         "gelu_tanh": 1.072}  # fmt: skip
 
 
 class Layer(NamedTuple):

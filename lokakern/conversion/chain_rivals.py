@@ -119,6 +119,23 @@ class Rivals:
             self._known[key] = min(known, default=None)
         return self._known[key]
 
+    def us_of_activation(self, x: SpanLayer, reader: SpanLayer, m: int) -> float:
+        """What a kernel for the activation of a layer without a norm takes, at least.
+
+        It reads and writes the output, no faster than the fastest kernel that was ever timed.
+        Libraries' products apply relu, and a quantizer of the next layer may apply any.
+
+        Args:
+            x: The layer.
+            reader: The next one.
+            m: Rows.
+        """
+        form = norm_form(x.layer.epilogue)
+        is_free = form.last in ("none", "relu") or form.norm.kind != "none" or bool(form.beside)
+        if is_free or kernel_at(reader.route.text, m):
+            return 0.0
+        return 2 * 2 * m * x.layer.n * self._least_us_per_byte()
+
     def _pointwise(self, x: SpanLayer, m: int) -> Iterator[tuple[float, float]]:
         """The times of a cross, residual or gate after the product by its route, or unquantized.
 

@@ -25,10 +25,10 @@ from lokakern.conversion.chain_verdicts import ways_at
 from lokakern.conversion.chains import PlannedChain, SpanPlan, plan_span, takes
 from lokakern.conversion.routes import Route
 from lokakern.conversion.static_rounding import added_error
+from lokakern.nn.activations import activation_of
 from lokakern.nn.autocast import HALF
 from lokakern.nn.block_rms_norm import BlockRMSNorm
 from lokakern.nn.chain_call import are_same
-from lokakern.nn.joined import ACTIVATIONS
 from lokakern.nn.linear import LINEARS, Linear
 from lokakern.nn.linear_norm_act import LinearNormAct
 from lokakern.nn.static_handoff import (
@@ -181,8 +181,8 @@ def layer_at(modules: list[nn.Module], place: int) -> FoundLayer | None:
         own = _norm_of(following[0][0], columns, dtype) if following else None
         if own is not None:
             (module, stop), norm = following.pop(0), own
-        if following and type(following[0][0]) in ACTIVATIONS:
-            activation, stop = ACTIVATIONS[type(following[0][0])], following[0][1]
+        if following and activation_of(following[0][0]):
+            activation, stop = activation_of(following[0][0]), following[0][1]
     is_affine = any(getattr(module, name, None) is not None for name in ("weight", "bias"))
     form = NormForm(norm, linear.bias is not None, affine=is_affine, last=activation)
     layer, added = Layer(columns, linear.in_features, str(form)), math.inf

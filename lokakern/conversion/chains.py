@@ -524,8 +524,16 @@ class _Search:
             self._found[key] = self._chain_at(start, stop, m, weights)
         return self._found[key]
 
+    def _rival(self, place: int, m: int) -> tuple[float, float] | None:
+        """Time of a layer without a chain, and half of its interval; None if unknown."""
+        x, known = self._span[place], self._rivals.at(self._span[place], m)
+        if known is None or place + 1 == len(self._span):
+            return known
+        us, margin = known
+        return us + self._rivals.us_of_activation(x, self._span[place + 1], m), margin
+
     def _chain_at(self, start: int, stop: int, m: int, weights: Weights) -> TimedChain | None:
-        rivals = [self._rivals.at(x, m) for x in self._span[start:stop]]
+        rivals = [self._rival(place, m) for place in range(start, stop)]
         if None in rivals:
             return None
         options = [
@@ -624,7 +632,7 @@ class _Search:
         for m in self._in_range(start, stop):
             found = self.at(start, stop, m, weights)
             if found is not None and found.is_faster:
-                every = (self._rivals.at(x, m) for x in self._span)
+                every = (self._rival(place, m) for place in range(len(self._span)))
                 total += (found.rival_us - found.us) / sum(x[0] for x in every if x is not None)
         return total
 

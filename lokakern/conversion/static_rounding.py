@@ -20,17 +20,13 @@ import math
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from lokakern.nn.activations import APPLY
 from lokakern.norm import Norm, largest
 from lokakern.types import Format
 
 _STEP, _MAXIMUM = 2.0**-9, Format.E4M3FN.maximum  # those of fnuz are less, in steps of the maximum
 _NODES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(64)
-_FUNCTIONS = {
-    "none": lambda z: z, "relu": functional.relu, "hardswish": functional.hardswish,
-    "silu": functional.silu,
-}  # fmt: skip
 
 
 def added_error(
@@ -49,14 +45,14 @@ def added_error(
         bias: ``[columns]``, or None for 0.
     """
     given = [x for x in (weight, bias) if x is not None]
-    if norm.kind == "none" or activation not in _FUNCTIONS or any(x.is_meta for x in given):
+    if norm.kind == "none" or activation not in APPLY or any(x.is_meta for x in given):
         return math.inf
     ones = torch.ones(columns, dtype=torch.float64)
     factor = ones if weight is None else weight.detach().double().cpu().abs()
     shift = 0 * ones if bias is None else bias.detach().double().cpu()
     most = (largest(norm, columns) * factor + shift.abs()).max().item()
     nodes, shares = torch.from_numpy(_NODES), torch.from_numpy(_WEIGHTS / _WEIGHTS.sum())
-    values = _FUNCTIONS[activation](factor[:, None] * nodes + shift[:, None])
+    values = APPLY[activation](factor[:, None] * nodes + shift[:, None])
     squares = values.square() @ shares
     squares = squares[(factor != 0) | (shift != 0)]
     if not len(squares):

@@ -178,7 +178,7 @@ def gemm_norm(
             themselves: those that are not float32 are all bfloat16, or all float16.
         norm_weight: ``[n]``, multiplied with the normalized sums.
         norm_bias: ``[n]``, added after that.
-        activation: f: "relu", "hardswish", "silu", or None.
+        activation: f: "relu", "hardswish", "silu", "gelu", "gelu_tanh", or None.
         gate: f is ``gate * sigmoid(z)``; ``[m, n]``, bfloat16 or float16 as ``bias``, columns
             contiguous, as ``residual`` and ``cross``.
         residual: Added to the sums before the norm.

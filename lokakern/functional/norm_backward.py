@@ -85,7 +85,7 @@ def norm_backward(
         bias: Bias of the GEMM, ``[k]``, which ``y`` includes; if given, its gradient is computed.
         norm_weight: ``[k]``, in float32 or the dtype of y, as are all vectors.
         norm_bias: ``[k]``.
-        activation: "relu", "hardswish", "silu", or None.
+        activation: "relu", "hardswish", "silu", "gelu", "gelu_tanh", or None.
         eps: Of the norm.
         out_format: An FP8 format; None means the device's E5M2; the dtype of y quantizes
             nothing.

@@ -84,7 +84,7 @@ def scaled_gemm(
         b: ``[k, n]``, from ``quantize(weight).t()``. Supported granularities: tensor x tensor, row
             x row, 1x128 x 128x128, 1x128 x 1x128, 1x32 x 1x32.
         bias: ``[n]``, dtype of the output, bfloat16 for an FP8 output.
-        activation: f: "none", "relu", "hardswish" or "silu".
+        activation: f: one of `lokakern.epilogue.ACTIVATIONS`; "gelu_tanh" is GELU by tanh.
         cross: ``(x0, x)``: f is DCN's ``x0 * (a @ b + bias) + x``. Both ``[m, n]``, bfloat16, or
             float16 as the output, columns contiguous.
         out_scale: Static descale of an FP8 output: a number, or float32 ``[1, 1]``. Results share

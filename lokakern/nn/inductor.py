@@ -19,6 +19,7 @@ Inductor's functions for this are not stable. Without them products are right, b
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Callable
 from typing import Any, cast
@@ -34,6 +35,7 @@ from lokakern.nn import crossed_gradients as _crossed_gradients  # noqa: F401  #
 from lokakern.nn import crossed_products as _crossed_products  # noqa: F401  # defines its op
 from lokakern.nn import logit as _logit  # noqa: F401  # defines its op
 from lokakern.nn import routed_matmul
+from lokakern.nn.activations import GELUS
 from lokakern.nn.routed_chain import form_of_input  # and its module defines ops
 from lokakern.types import GROUP, Granularity
 
@@ -210,9 +212,27 @@ def _through(lowerings: dict[Any, Callable[..., Any]], dd: Any, y: Any, activati
         s = lowerings[aten.sigmoid.default](wide)
         rest = lowerings[aten.sub.Tensor](s, mul(s, s))
         return cast(mul(g, add(s, mul(wide, rest))), dd.get_dtype())
+    if activation in GELUS.values():
+        return cast(mul(g, _gelu_slope(lowerings, wide, activation)), dd.get_dtype())
     rising = cast(mul(g, add(mul(wide, 1 / 3), 0.5)), dd.get_dtype())
     found = where(lowerings[aten.ge.Scalar](y, 3), dd, rising)
     return where(lowerings[aten.le.Scalar](y, -3), zero, found)
+
+
+def _gelu_slope(lowerings: dict[Any, Callable[..., Any]], z: Any, activation: str) -> Any:
+    """As `lokakern.gradients.slope` computes it, of float32."""
+    aten = torch.ops.aten
+    add, mul = lowerings[aten.add.Tensor], lowerings[aten.mul.Tensor]
+    square = mul(z, z)
+    if activation == "gelu":
+        density = mul(lowerings[aten.exp.default](mul(square, -0.5)), 1 / math.sqrt(2 * math.pi))
+        distribution = add(mul(lowerings[aten.erf.default](mul(z, 1 / math.sqrt(2))), 0.5), 0.5)
+        return add(distribution, mul(z, density))
+    factor = 2 * math.sqrt(2 / math.pi)
+    u = mul(mul(z, factor), add(mul(square, 0.044715), 1.0))
+    s = lowerings[aten.sigmoid.default](u)
+    by_z = mul(mul(z, factor), add(mul(square, 3 * 0.044715), 1.0))
+    return mul(s, add(mul(by_z, add(mul(s, -1.0), 1.0)), 1.0))
 
 
 def _call_directly(ir: Any, graph: Any, op: Any, name: str) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, bfloat16, float16, float32, is_grad_enabled, nn
 from torch.compiler import is_compiling, is_exporting
 from torch.nn import Parameter
-from torch.nn.functional import hardswish, layer_norm, relu, rms_norm, silu
+from torch.nn.functional import layer_norm, rms_norm
 
 from lokakern.functional.norm_gradient import (
     FEWEST_VECTORS,
@@ -23,6 +23,7 @@ from lokakern.functional.norm_gradient import (
     is_fast,
     takes,
 )
+from lokakern.nn.activations import APPLY, activation_of
 from lokakern.nn.autocast import CAST, half_of
 from lokakern.nn.chain_call import has_own_call, is_usual
 from lokakern.nn.compiled_form import fuse_quantizers
@@ -31,12 +32,6 @@ from lokakern.nn.rectified import are_calls_plain, has_backward_hooks
 from lokakern.nn.routed_matmul import FLOAT16, OPS, in_dtype
 
 NORMS = (nn.LayerNorm, nn.RMSNorm)
-ACTIVATIONS: dict[type[nn.Module], str] = {
-    nn.ReLU: "relu",
-    nn.Hardswish: "hardswish",
-    nn.SiLU: "silu",
-}
-_APPLY = {"none": None, "relu": relu, "hardswish": hardswish, "silu": silu}
 
 
 def joined_between(sequence: Iterable[nn.Module]) -> tuple[str, ...]:
@@ -50,7 +45,7 @@ def joined_between(sequence: Iterable[nn.Module]) -> tuple[str, ...]:
         if is_linear(layer):
             behind = modules[place + 1 : place + 3]
             norm = behind.pop(0) if behind and type(behind[0]) in NORMS else None
-            activation = ACTIVATIONS.get(type(behind[0]), "none") if behind else "none"
+            activation = activation_of(behind[0]) or "none" if behind else "none"
             text = joined_at(layer, norm, activation)
             after = modules[place + count_joined(text) :][:1] if text else []
             found[place] = read_by(after, text)
@@ -66,7 +61,7 @@ def joined_at(layer: nn.Module, norm: nn.Module | None, activation: str) -> str:
     Args:
         layer: A module.
         norm: The norm behind it, if any.
-        activation: A name of `ACTIVATIONS`, or "none".
+        activation: A name of `lokakern.epilogue.ACTIVATIONS`.
     """
     if not isinstance(layer, Linear):
         return ""
@@ -137,7 +132,7 @@ def multiply_joined(
         return None
     if activation != "none" and len(modules) == count_joined(text):
         last = behind[-1]
-        if ACTIVATIONS.get(type(last)) != activation:
+        if activation_of(last) != activation:
             return None
         if has_own_call(last) or has_backward_hooks(last):
             return None
@@ -241,8 +236,7 @@ class JoinedGradients(torch.autograd.Function):
             z = layer_norm(y, columns, weight, shift, eps)
         elif kind == "rms":
             z = rms_norm(y, columns, weight, eps)
-        last = _APPLY[activation]
-        z = z if last is None else last(z)
+        z = APPLY[activation](z)
         # Of a relu alone the output, which the next layer keeps, too; a copy, which Inductor
         # removes: Dynamo does not notice that a module writes to it later.
         is_relu_alone = kind == "none" and activation == "relu"

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
-from torch.nn import functional
 
 from lokakern.epilogue import ACTIVATIONS
 from lokakern.errors import UnknownNameError, UnsupportedError
+from lokakern.nn.activations import APPLY
 from lokakern.nn.block_rms_norm import BlockRMSNorm
 from lokakern.nn.chain_call import (
     Keeper,
@@ -31,10 +31,6 @@ from lokakern.nn.routed_matmul import prepare_to_be_compiled
 from lokakern.norm import Norm, norm_named
 from lokakern.types import Granularity
 
-_FUNCTIONS = {
-    "relu": functional.relu, "hardswish": functional.hardswish, "silu": functional.silu,
-}  # fmt: skip
-
 
 class LinearNormAct(Linear):
     """``activation(norm(x @ weight.t() + bias + residual))``.
@@ -51,7 +47,7 @@ class LinearNormAct(Linear):
         dtype: As of `nn.Linear`.
         norm: "layer", "rms", "block_rms(n)" with n a divisor of ``out_features`` (without
             parameters), or "none".
-        activation: "relu", "hardswish", "silu", or None.
+        activation: A name of `lokakern.epilogue.ACTIVATIONS`, or None.
         eps: Of the norm.
         budget: As of `Linear`.
         distribution: As of `Linear`.
@@ -149,7 +145,7 @@ class LinearNormAct(Linear):
                 return y
         y = super().forward(input, input_scale)
         z = self.norm(y if residual is None else y + residual)
-        return z if self.activation == "none" else _FUNCTIONS[self.activation](z)
+        return APPLY[self.activation](z)
 
     def extra_repr(self) -> str:
         """The representation of `Linear`, and the activation."""

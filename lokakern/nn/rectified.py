@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 
 from lokakern.functional.checks import is_traced
 from lokakern.functional.norm_gradient import is_fast
+from lokakern.nn.activations import CLASSES
 from lokakern.nn.autocast import CAST, HALF, half_of
 from lokakern.nn.chain_call import has_global_hooks, has_own_call, is_usual, rows_in, static_rows
 from lokakern.nn.compiled_form import fuse_quantizers
@@ -230,7 +231,7 @@ def are_calls_plain() -> bool:
     if of.module._global_backward_pre_hooks:
         return False
     methods = (
-        *((kind.forward, of.activation) for kind in (nn.ReLU, nn.Hardswish, nn.SiLU)),
+        *((kind.forward, of.activation) for kind in CLASSES),
         *((kind.forward, of.normalization) for kind in (nn.LayerNorm, nn.RMSNorm)),
         (nn.ReLU.__call__, of.module), (nn.Module._call_impl, of.module),
     )  # fmt: skip

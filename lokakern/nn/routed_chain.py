@@ -23,6 +23,7 @@ from lokakern.functional.checks import row_major
 from lokakern.functional.norm_checks import aligned_epilogue
 from lokakern.functional.quantize import dequantize
 from lokakern.native import NATIVE, recorded_op
+from lokakern.nn.activations import APPLY
 from lokakern.nn.block_rms_norm import block_rms_norm
 from lokakern.nn.chain_plan import ChainLayer, Steps, read_plan, steps_at
 from lokakern.nn.routed_matmul import OPS, dtype_of, equal_scales, fp8_on, laid_out
@@ -33,9 +34,6 @@ from lokakern.registry.register import KERNELS, Kernel, fp8_format, kernel_named
 from lokakern.types import Format, Granularity, NormEpilogue, QuantizedTensor
 
 _LIBRARY = torch.library.Library("lokakern", "FRAGMENT")
-_ACTIVATIONS = {
-    "relu": functional.relu, "hardswish": functional.hardswish, "silu": functional.silu,
-}  # fmt: skip
 
 
 class LayerOperands(NamedTuple):
@@ -347,7 +345,7 @@ def _unquantized(x: Tensor, layer: ChainLayer, form: _Form, tensors: LayerOperan
     elif form.last == "gate":
         y = next(beside) * torch.sigmoid(y)
     elif form.last != "none":
-        y = _ACTIVATIONS[form.last](y)
+        y = APPLY[form.last](y)
     return y + next(beside) if "residual_last" in form.beside else y
 
 

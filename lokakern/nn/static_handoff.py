@@ -22,6 +22,7 @@ from torch.compiler import is_compiling
 
 from lokakern.errors import UnsupportedError
 from lokakern.native import NATIVE
+from lokakern.nn.activations import CLASSES, activation_of
 from lokakern.nn.block_rms_norm import BlockRMSNorm
 from lokakern.nn.chain_call import (
     Keeper,
@@ -42,7 +43,7 @@ from lokakern.nn.chain_call import (
 )
 from lokakern.nn.chain_norm import drop_norms, keep_norms, norms_of
 from lokakern.nn.chain_plan import read_plan
-from lokakern.nn.joined import ACTIVATIONS, count_joined, joined_way, multiply_joined
+from lokakern.nn.joined import count_joined, joined_way, multiply_joined
 from lokakern.nn.linear import LINEARS, Linear, described, is_linear, quantizes
 from lokakern.nn.linear_norm_act import LinearNormAct
 from lokakern.nn.rectified import ALWAYS, multiply_rectified, traced_way
@@ -56,7 +57,7 @@ from lokakern.types import Device, ErrorBudget, Granularity
 # distributions (m 512, k 1024, n 256): 0.036-0.046 with the static scale, 0.035-0.043 with rowwise
 # scales; but 0.18 on X12, gradients, which are not inputs of a forward pass.
 FLOOR = 0.05
-_BOUNDED = (nn.ReLU, nn.Hardswish, nn.SiLU, nn.Identity)  # |f(z)| <= |z|
+_BOUNDED = (*CLASSES, nn.Identity)  # |f(z)| <= |z|
 
 
 class Handoff(NamedTuple):
@@ -168,7 +169,7 @@ class BoundedSequential(nn.Sequential):
                 and is_plain_call(module)
                 and is_plain_call(reader)
             ):
-                done = reader.forward_activated(input, ACTIVATIONS[type(module)], route)
+                done = reader.forward_activated(input, activation_of(module), route)
             if done is not None:
                 input, place = done, place + 2
                 continue
@@ -243,7 +244,7 @@ class BoundedSequential(nn.Sequential):
             and is_plain_call(module)
             and is_plain_call(reader)
         ):
-            done = reader.forward_activated(input, ACTIVATIONS[type(module)], route)
+            done = reader.forward_activated(input, activation_of(module), route)
             if done is not None:
                 return done, place + 2
         if (
@@ -447,7 +448,7 @@ def _parts_at(
                 last, place = _take(modules, place, in_call)
                 if last is None or not is_plain_call(last):
                     return [], place
-                activation = ACTIVATIONS.get(type(last), "")
+                activation = activation_of(last)
             part = (layer, norm, activation)
         else:
             return [], place
@@ -584,7 +585,7 @@ def activations_between(
     """Activations before a linear layer without a static scale, and the layer, by place."""
     found = {}
     for place, (module, reader) in enumerate(itertools.pairwise(modules)):
-        name = ACTIVATIONS.get(type(module))
+        name = activation_of(module)
         if not name or getattr(module, "inplace", False) or scales[place + 1]:
             continue
         if is_linear(reader) and _reads(reader) and reads_rows(reader._routes[0]):

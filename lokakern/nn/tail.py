@@ -23,9 +23,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.compiler import is_compiling
 from torch.nn import functional
-from torch.nn.functional import hardswish, relu, silu
+from torch.nn.functional import gelu, hardswish, relu, silu
 
 from lokakern.epilogue import NormForm
+from lokakern.nn.activations import APPLY, GELUS, activation_of, module_of
 from lokakern.nn.block_rms_norm import BlockRMSNorm
 from lokakern.nn.chain_call import (
     Keeper,
@@ -45,7 +46,6 @@ from lokakern.nn.chain_call import (
 )
 from lokakern.nn.cross_pattern import PRODUCTS, SUMS, pairs
 from lokakern.nn.joined import (
-    ACTIVATIONS,
     NORMS,
     count_joined,
     joined_at,
@@ -60,10 +60,9 @@ from lokakern.nn.traced_forward import writes
 # Calls of activations that are no modules, by name; "_" is behind those that write to their input.
 _FUNCTIONS: dict[Any, str] = {
     relu: "relu", torch.relu: "relu", "relu": "relu", torch.relu_: "relu_", "relu_": "relu_",
-    hardswish: "hardswish", silu: "silu",
+    hardswish: "hardswish", silu: "silu", gelu: "gelu",
 }  # fmt: skip
 _OF_FUNCTION = "()"  # behind the name
-_CLASSES = {name: kind for kind, name in ACTIVATIONS.items()} | {"sigmoid": nn.Sigmoid}
 _SIGMOIDS = (torch.sigmoid, functional.sigmoid, "sigmoid")
 # In a wide tail, each before the matrix that it reads.
 _ADD, _MUL = "add()", "mul()"
@@ -262,7 +261,7 @@ def modules_behind(names: Sequence[str], parent: nn.Module) -> list[nn.Module] |
         if name in (_ADD, _MUL) or after == _MUL:  # a sigmoid before it
             continue
         if name.endswith(_OF_FUNCTION):
-            behind.append(_CLASSES[name.removesuffix(_OF_FUNCTION).removesuffix("_")]())
+            behind.append(_module_of(name))
         else:
             behind.append(parent.get_submodule(name))
     return None if any(type(x) in _SEQUENCES for x in behind) else behind
@@ -360,11 +359,17 @@ def _kinds_of(words: list[str]) -> list[str]:
     return found
 
 
+def _module_of(function: str) -> nn.Module:
+    name = function.removesuffix(_OF_FUNCTION).removesuffix("_")
+    return nn.Sigmoid() if name == "sigmoid" else module_of(name)
+
+
 def _applies(activation: nn.Module | str, name: str) -> bool:
     """Whether a module without hooks, or a function, is an activation, or another call."""
     if isinstance(activation, str):
         return activation.removesuffix(_OF_FUNCTION).removesuffix("_") == name
-    return type(activation) is _CLASSES.get(name) and is_plain_call(activation)
+    found = "sigmoid" if type(activation) is nn.Sigmoid else activation_of(activation)
+    return found == name and is_plain_call(activation)
 
 
 def _run_planned(
@@ -406,6 +411,8 @@ def _apply(function: str, y: Tensor) -> Tensor:
         return relu(y, inplace=is_in_place)
     if function.startswith("silu"):
         return silu(y, inplace=is_in_place)
+    if function.startswith("gelu"):
+        return APPLY[function.removesuffix(_OF_FUNCTION)](y)
     return hardswish(y, inplace=is_in_place)
 
 
@@ -581,14 +588,18 @@ def _called(node: fx.Node, parent: nn.Module) -> type[nn.Module] | None:
 
 def _activation(node: fx.Node, parent: nn.Module) -> str:
     """The name of the activation that a node applies, or ""."""
-    kind = _called(node, parent)
-    return _function_of(node).removesuffix("_") if kind is None else ACTIVATIONS.get(kind, "")
+    if _called(node, parent) is None:
+        return _function_of(node).removesuffix("_")
+    return activation_of(parent.get_submodule(str(node.target)))
 
 
 def _function_of(node: fx.Node) -> str:
     """The name of a function or method in `_FUNCTIONS` that a node calls, or ""."""
     name = _FUNCTIONS.get(node.target, "") if node.op in ("call_function", "call_method") else ""
     options = dict(node.kwargs)
+    if name == "gelu":  # has no inplace
+        how = options.pop("approximate", "none")
+        return GELUS.get(how, "") if isinstance(how, str) and not options else ""
     is_in_place = options.pop("inplace", False)
     if not name or options or type(is_in_place) is not bool:
         return ""
@@ -620,7 +631,7 @@ def _first(sequence: nn.Module) -> tuple[nn.Module | None, str]:
     """The norm that a sequence begins with, if it does, and the activation, or "none"."""
     modules = list(sequence.children())
     norm = modules.pop(0) if modules and type(modules[0]) in NORMS else None
-    return norm, ACTIVATIONS.get(type(modules[0]), "none") if modules else "none"
+    return norm, activation_of(modules[0]) or "none" if modules else "none"
 
 
 def _readers(tail: FoundTail, parent: nn.Module) -> Iterator[nn.Module]:

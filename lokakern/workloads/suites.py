@@ -215,6 +215,29 @@ def _residuals(fp8: Format) -> Iterator[Case]:
                 yield from chain_layer_cases(m, columns, columns, epilogue, "X3", fp8)
 
 
+# Feed-forward layers of transformers, an MLP and a tower with GELU: outputs, inputs, epilogue,
+# whether a chain may begin there, whether the layer may follow another.
+GELU_LAYERS = (
+    (1024, 256, "bias+gelu", True, False), (256, 1024, "bias", False, True),
+    (2048, 512, "bias+gelu", True, False), (512, 2048, "bias", False, True),
+    (1024, 1024, "bias+gelu", True, True), (512, 1024, "bias+gelu", False, True),
+    (1024, 1024, "bias+layer+affine+gelu", True, True),
+    (512, 1024, "bias+layer+affine+gelu", False, True),
+)  # fmt: skip
+GELU_M = (2048, 8192, 32768)
+
+
+def _gelu(fp8: Format) -> Iterator[Case]:
+    for n, k, epilogue, first, later in GELU_LAYERS:
+        for m in GELU_M:
+            given = (m, n, k, epilogue, "X8" if later else "X3", fp8)
+            yield from chain_layer_cases(*given, first=first, later=later)
+    row = quantized_output(fp8, Granularity.ROW)
+    for n in (512, 1024, 2048):
+        for m in GELU_M:
+            yield Case.of("norm_quantize", (m, n), "X3", epilogue="gelu", **row)
+
+
 # Projections to few outputs, bound by the bytes of a.
 NARROW_M = (131072, 327680)
 NARROW_N = (1, 8, 16, 24, 32, 64)
@@ -282,6 +305,7 @@ def _float16(fp8: Format) -> Iterator[Case]:
             yield Case.of("norm_backward", (m, n), GRADIENTS, **layer, **out)
 
 
+GELU_GPUS = frozenset({"sm_90"})  # whose kernels have it
 MX_GPUS = frozenset({"sm_100", "gfx950"})
 
 
@@ -303,6 +327,7 @@ SUITES: dict[str, Suite] = {
         Suite("zoo", "layers of the models of `model zoo`, with gradients", _zoo),
         Suite("zoo-chains", "its layers with norms and activations, in chains", _zoo_chains),
         Suite("residuals", "layers with a residual or a gate, in chains", _residuals),
+        Suite("gelu", "layers with GELU, in chains", _gelu, GELU_GPUS),
         Suite("quantizers", "every way to quantize, at three sizes", _quantizers),
         Suite("lrm-backward", "gradients of their inputs and weights", _lrm_backward),
         Suite("norms", "the 27 anchors, each followed by a norm; norms of rows", _norms),

@@ -46,6 +46,8 @@ EPILOGUES = {
     ),
     "norm without bias": ([nn.LayerNorm(64, bias=False)], "bias+layer+affine"),
     "rms": ([nn.RMSNorm(64, eps=1e-6), nn.SiLU()], "bias+rms+affine+silu"),
+    "gelu": ([nn.GELU()], "bias+gelu"),
+    "norm and gelu": ([nn.LayerNorm(64), nn.GELU("tanh")], "bias+layer+affine+gelu_tanh"),
     "blocks": ([BlockRMSNorm(64, 16), nn.ReLU()], "bias+block_rms(16)+relu"),
 }  # fmt: skip
 
@@ -81,7 +83,7 @@ def test_eps_is_that_of_the_norm() -> None:
 
 @pytest.mark.parametrize(
     "between",
-    [nn.GELU(), nn.AlphaDropout(0.1), nn.Flatten(), nn.LayerNorm((8, 64)),
+    [nn.ELU(), nn.AlphaDropout(0.1), nn.Flatten(), nn.LayerNorm((8, 64)),
      nn.RMSNorm(64), nn.LayerNorm(64, dtype=torch.float32)],
     ids=repr,
 )  # fmt: skip
@@ -115,7 +117,7 @@ def test_sizes_that_do_not_fit_end_a_span() -> None:
 
 def test_products_alone_are_no_span() -> None:
     assert not found_in(line(nn.Linear(64, 64)))
-    assert not found_in(line(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)))
+    assert not found_in(line(nn.Linear(64, 64), nn.ELU(), nn.Linear(64, 64)))
 
 
 def test_float32_layers_are_no_span() -> None:

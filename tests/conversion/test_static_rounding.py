@@ -15,7 +15,8 @@ from lokakern.types import Format
 COLUMNS = 512
 LAYER = norm_named("layer")
 FUNCTIONS = {
-    "none": nn.Identity(), "relu": nn.ReLU(), "hardswish": nn.Hardswish(), "silu": nn.SiLU()
+    "none": nn.Identity(), "relu": nn.ReLU(), "hardswish": nn.Hardswish(), "silu": nn.SiLU(),
+    "gelu": nn.GELU(), "gelu_tanh": nn.GELU("tanh"),
 }  # fmt: skip
 RELATIVE = 0.0265  # of E4M3 with a step that does not matter: the root mean square over columns
 

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lokakern
 from lokakern import norm, numerics
+from lokakern.epilogue import ACTIVATIONS
 from lokakern.errors import (
     BudgetError,
     DeviceError,
@@ -31,6 +32,7 @@ from lokakern.functional import gemm_norm, norm_gradient
 from lokakern.functional.norm_checks import aligned_epilogue, is_aligned
 from lokakern.functional.run import run
 from lokakern.norm import Norm, norm_named
+from lokakern.registry import ops
 from lokakern.registry.register import KERNELS
 from lokakern.registry.snapshot.loading import load_snapshot
 from lokakern.selection import dispatcher, misses
@@ -95,6 +97,8 @@ def test_epilogues_after_the_norm(wide: bool) -> None:
         ({"activation": "relu"}, torch.relu(z)),
         ({"activation": "hardswish"}, F.hardswish(z)),
         ({"activation": "silu"}, F.silu(z)),
+        ({"activation": "gelu"}, F.gelu(z)),
+        ({"activation": "gelu_tanh"}, F.gelu(z, approximate="tanh")),
         ({"activation": "none"}, z),
         ({"gate": one}, one.double() * torch.sigmoid(z)),
         ({"cross": (one, two)}, one.double() * z + two.double()),
@@ -144,7 +148,7 @@ def test_fp8_outputs_are_bitwise_equal_to_quantize() -> None:
 @settings(deadline=None, max_examples=30)
 @given(
     name=st.sampled_from(["layer", "rms", "block_rms(64)", "block_rms(128)"]),
-    activation=st.sampled_from([None, "relu", "hardswish", "silu"]),
+    activation=st.sampled_from([None, *ACTIVATIONS[1:]]),
     seed=st.integers(0, 2**31), affine=st.booleans(), quantized=st.booleans(),
 )  # fmt: skip
 def test_nothing_saturates_with_the_bound_of_the_norm_as_scale(
@@ -165,8 +169,7 @@ def test_nothing_saturates_with_the_bound_of_the_norm_as_scale(
     wanted = norm.static_scale(norm.norm_named(name), N, found.format, weight, shift)
     assert float(found.scale) == pytest.approx(wanted, rel=1e-6)
     z = norm.normalize(x.double() @ w.t().double(), norm.norm_named(name, 0.0), weight, shift)
-    functions = {"relu": F.relu, "hardswish": F.hardswish, "silu": F.silu}
-    z = functions[activation](z) if activation else z
+    z = FUNCTIONS[activation or "none"](z)
     assert z.nan_to_num().abs().max() <= wanted * found.format.maximum * (1 + 1e-6)
     if not quantized:
         error = (numerics.dequantize(found).double() - z).nan_to_num().abs()
@@ -340,7 +343,7 @@ def test_dispatch_knows_the_ops() -> None:
 # --- gradients
 
 
-FUNCTIONS = {"none": lambda z: z, "relu": F.relu, "hardswish": F.hardswish, "silu": F.silu}
+FUNCTIONS = {name: function for name, (function, _) in ops.ACTIVATIONS.items()}
 Named = dict[str, torch.Tensor]
 
 
@@ -402,7 +405,8 @@ def rows_of(given: Named, options: dict[str, Any]) -> torch.Tensor:
 AFFINE = {"bias": True, "norm_weight": True, "norm_bias": True}
 LAST: dict[str, dict[str, Any]] = {
     "none": {}, "relu": {"activation": "relu"}, "hardswish": {"activation": "hardswish"},
-    "silu": {"activation": "silu"}, "gate": {"gate": True}, "cross": {"cross": True},
+    "silu": {"activation": "silu"}, "gelu": {"activation": "gelu"},
+    "gelu_tanh": {"activation": "gelu_tanh"}, "gate": {"gate": True}, "cross": {"cross": True},
 }  # fmt: skip
 BEFORE: dict[str, dict[str, Any]] = {
     "": {}, "affine": AFFINE, "weight, residual": {"norm_weight": True, "residual": True},
@@ -671,7 +675,7 @@ REFUSED: list[tuple[type[LokakernError], str, dict[str, Any]]] = [
     (UnknownNameError, "'batch' is unknown; expected layer", {"norm": Norm("batch")}),
     (UnknownNameError, r"kind='block_rms\(32\)'", {"norm": Norm("block_rms(32)")}),
     (UnknownNameError, "kind=7", {"norm": Norm(7)}),  # type: ignore[arg-type]
-    (UnknownNameError, "activation is 'gelu'; expected one of none, relu", {"activation": "gelu"}),
+    (UnknownNameError, "activation is 'elu'; expected one of none, relu", {"activation": "elu"}),
     (UnknownNameError, "activation and gate are given; choose one",
      {"activation": "silu", "gate": BESIDE[0]}),
     (UnknownNameError, "gate and cross are given", {"gate": BESIDE[0], "cross": tuple(BESIDE)}),
@@ -772,7 +776,7 @@ def test_norm_quantize_raises_the_errors_of_gemm_norm() -> None:
 @given(
     m=st.integers(1, 20), n=st.integers(1, 140), k=st.integers(1, 40), seed=st.integers(0, 999),
     name=st.sampled_from(["layer", "rms", "none"]),
-    last=st.sampled_from(["none", "relu", "silu", "hardswish", "gate", "cross"]),
+    last=st.sampled_from([*ACTIVATIONS, "gate", "cross"]),
     residual=st.sampled_from([None, False, True]),
     granularity=st.sampled_from([None, "row", "1x128"]),
 )  # fmt: skip

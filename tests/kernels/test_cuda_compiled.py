@@ -31,6 +31,7 @@ import torch
 from lokakern import nvrtc
 from lokakern.errors import CompilationError
 from lokakern.kernels.cuda import (
+    gelu,
     half,
     quantize,
     quantize_sums,
@@ -102,6 +103,8 @@ GEMM_KINDS = {
     "relu to e4m3": Kind("row", 1, 2, activation="relu"),
     "hardswish to e4m3": Kind("row", 1, 2, activation="hardswish"),
     "silu": Kind("row", 2, 2, activation="silu"),
+    "gelu": Kind("row", 2, 2, activation="gelu"),
+    "gelu_tanh to e4m3": Kind("tensor", 1, 4, activation="gelu_tanh"),
     "cross": Kind("row", 2, 2, cross=2),
     "cross of odd rows": Kind("row", 2, 2, False, cross=1, direct=True),
     "float32": Kind("row", 4, 4),
@@ -139,6 +142,7 @@ UNALIGNED_SIZES = (
 )  # fmt: skip
 UNALIGNED_KINDS = {
     "bias silu": Kind("row", 2, 2, False, activation="silu", direct=True),
+    "bias gelu": Kind("row", 2, 2, False, activation="gelu", direct=True),
     "cross": Kind("row", 2, 2, False, cross=1, direct=True),
     "float32": Kind("row", 4, 4, False, direct=True),
     "groups": Kind("row", batch=2, direct=True),
@@ -189,8 +193,9 @@ def half_gemms() -> Iterator[tuple[str, Program]]:
     for name, program in (*gemms(), *unaligned_gemms(), *fast_gemms()):
         if name.startswith("scaled_gemm_row") and dict(program.macros)["OUT"] == 2:
             source = Path(program.source)
-            half_source = source.with_name(half.SOURCES[source.name])
-            yield f"{name} float16", replace(program, source=str(half_source))
+            half_source = source.with_name(half.SOURCES.get(source.name, source.name))
+            of_half = gelu.in_half(program) or replace(program, source=str(half_source))
+            yield f"{name} float16", of_half
 
 
 def gemm_tile(m: int, n: int, k: int, kind: Kind, sms: int) -> Tile:

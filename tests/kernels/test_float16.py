@@ -321,6 +321,8 @@ FORMS: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
     ("none", {"x0": 1, "x": 1}, ("norm_bias",)),
     ("none", {"activation": "relu"}, ()),
     ("none", {"activation": "silu"}, ()),
+    ("none", {"activation": "gelu"}, ()),
+    ("layer", {"activation": "gelu_tanh"}, ("norm_weight",)),
 )
 
 
@@ -513,7 +515,7 @@ def test_products_are_normalized(name: str, where: str) -> None:
             run = normed_product(kernel, where, size, place, granularity)
             taken += run is not None and run.check()
     for size in PRODUCT_SIZES:  # of kernels with a single form
-        for place in (8, 9, 12, 13):
+        for place in (10, 11, 14, 15):
             if not has_whole_blocks(place, size):
                 continue
             run = normed_product(kernel, where, size, place, Granularity.NONE)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from lokakern import jit, numerics
+from lokakern.epilogue import ACTIVATIONS
 from lokakern.kernels.cuda import (
     activate_quantize,
     half,
@@ -21,6 +22,7 @@ from lokakern.kernels.cuda import (
     norm_quantize,
     quantize_sums,
 )
+from lokakern.nn.activations import APPLY
 from lokakern.norm import norm_named
 from lokakern.registry.register import KERNELS, load_kernels
 from lokakern.types import Format, Granularity, NormEpilogue, Rejected
@@ -65,9 +67,11 @@ extern "C" void launch(unsigned blocks, unsigned threads, const void* x, const v
 def folder() -> Path:
     kernels = Path(norm_quantize.SOURCE).parent
     names = ("quantize.cuh", "norm.cuh", "half_quantize.cuh", "activate_quantize.cu",
-             "norm_quantize.cu", "half_activate_quantize.cu", "half_norm_quantize.cu")  # fmt: skip
+             "norm_quantize.cu", "half_activate_quantize.cu", "half_norm_quantize.cu", "gelu.cuh",
+             "gelu_activate_quantize.cu", "gelu_norm_quantize.cu")  # fmt: skip
     stands = dict.fromkeys(("half_ptx.cuh", "half_relu_ptx.cuh"), HEADER)
-    headers = {"ptx.cuh": host.HEADER, "half_on_host.hpp": host.HALF_HEADER}
+    headers = {"ptx.cuh": host.HEADER, "half_on_host.hpp": host.HALF_HEADER,
+               "gelu_ptx.cuh": host.GELU_HEADER}  # fmt: skip
     return host.sources("half_norms", {name: kernels / name for name in names} | stands | headers)
 
 
@@ -143,11 +147,11 @@ def test_relu_and_a_quantizer_give_the_bytes_of_both(kernels: dict[str, Any]) ->
 def test_rows_that_are_not_finite_are_nan_alone(kernels: dict[str, Any]) -> None:
     """As in the emulation: of activations the elements, of norms rows with a NaN."""
     x = hostile(40, 1024, "cpu")
-    for activation in ("hardswish", "silu"):
+    for activation in ACTIVATIONS[2:]:
         epilogue = NormEpilogue(activation=activation)
         found = Run(kernels["activate_quantize"], x, None, epilogue, Granularity.ROW)
         found.launch()
-        wide = getattr(torch.nn.functional, activation)(x.float())
+        wide = APPLY[activation](x.float())
         expected = numerics.quantize(wide, Format.E4M3FN, Granularity.ROW)
         assert torch.allclose(found.out.scale, expected.scale, rtol=1e-5)
         assert torch.equal(found.out.data.float().isnan(), ~wide.isfinite())
@@ -167,11 +171,13 @@ def test_rows_that_are_not_finite_are_nan_alone(kernels: dict[str, Any]) -> None
 @pytest.fixture(scope="module")
 def backward_folder() -> Path:
     kernels = Path(norm_backward.SOURCE).parent
-    own = [kernels / name for name in
-           ("norm_backward.cu", "half_norm_backward.cu", "folds.cuh")]  # fmt: skip
+    names = ("norm_backward.cu", "half_norm_backward.cu", "folds.cuh", "gelu.cuh",
+             "gelu_norm_backward.cu")  # fmt: skip
+    own = [kernels / name for name in names]
     copies = {path.name: path for path in (*kernels.glob("quantize*.cu*"), *own)}
     headers = dict.fromkeys(("norm.cuh", "norm_backward_ptx.cuh"), BACKWARD_HEADER)
-    headers |= {"ptx.cuh": host.HEADER, "half_ptx.cuh": host.HALF_HEADER}
+    headers |= {"ptx.cuh": host.HEADER, "half_ptx.cuh": host.HALF_HEADER,
+                "gelu_ptx.cuh": host.GELU_HEADER}  # fmt: skip
     return host.sources("half_norm_backward", copies | headers)
 
 

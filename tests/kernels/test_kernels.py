@@ -17,6 +17,7 @@ import torch
 
 from lokakern import numerics
 from lokakern.device import current_device
+from lokakern.epilogue import ACTIVATIONS
 from lokakern.errors import UnsupportedError
 from lokakern.functional.checks import gemm_problem, operand_of
 from lokakern.functional.quantize import quantize
@@ -273,7 +274,7 @@ def test_the_bound_of_tensor_cores_finds_slightly_incorrect_sums(what: str, smal
 def test_scaled_gemm_keeps_nan_through_every_epilogue(name: str, where: str) -> None:
     kernel = kernel_here(name, where)
     n = columns_for(kernel, 128)
-    for what in kernel.epilogues & {"none", "relu", "hardswish", "silu", "cross"}:
+    for what in kernel.epilogues & {*ACTIVATIONS, "cross"}:
         left, right = operands_for(kernel, where, 128, n, 256)
         left.data.view(torch.uint8)[5, 200] = left.format.nan_byte
         x = torch.randn(128, n, device=where).bfloat16()

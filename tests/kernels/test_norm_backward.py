@@ -293,7 +293,7 @@ def test_invalid_arguments_raise() -> None:
         (FormatError, {"out_format": "float32"}),
         (FormatError, {"granularity": "tensor"}),
         (UnknownNameError, {"norm": "batch"}),
-        (UnknownNameError, {"activation": "gelu"}),
+        (UnknownNameError, {"activation": "elu"}),
     ):
         given: dict[str, Any] = {"dd": dd, "y": y, "norm": "layer", **changed}
         with pytest.raises(error, match="norm_backward: "):

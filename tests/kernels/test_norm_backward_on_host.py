@@ -41,9 +41,12 @@ extern "C" void launch(unsigned blocks, unsigned threads, const char* dd, const 
 @pytest.fixture(scope="module")
 def folder() -> Path:
     sources = Path(norm_backward.SOURCE).parent
-    own = [sources / name for name in ("norm_backward.cu", "gradient_sums.cu", "folds.cuh")]
+    names = ("norm_backward.cu", "gradient_sums.cu", "folds.cuh", "gelu.cuh",
+             "gelu_norm_backward.cu", "half_norm_backward.cu")  # fmt: skip
+    own = [sources / name for name in names]
     copies = {path.name: path for path in (*sources.glob("quantize*.cu*"), *own)}
     headers = dict.fromkeys(("norm.cuh", "norm_backward_ptx.cuh"), HEADER)
+    headers["gelu_ptx.cuh"] = host.GELU_HEADER
     return host.sources("norm_backward", copies | headers | {"ptx.cuh": host.HEADER})
 
 

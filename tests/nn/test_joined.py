@@ -15,6 +15,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.nn.functional import layer_norm
 
 from lokakern import mods
+from lokakern.epilogue import ACTIVATIONS
 from lokakern.functional import norm_gradient
 from lokakern.nn import joined, rectified
 from lokakern.nn.block_rms_norm import BlockRMSNorm
@@ -81,7 +82,7 @@ def test_where_gradients_are_joined() -> None:
     assert [count_joined(text) for text in joined_between(model) if text] == [3, 3, 2, 2]
     for layer in (Linear(K, N, bias=False), nn.Linear(K, N)):
         assert joined_between(nn.Sequential(layer.bfloat16(), nn.SiLU())) == ("", "")
-    assert joined_between(nn.Sequential(Linear(K, N).bfloat16(), nn.GELU())) == ("", "")
+    assert joined_between(nn.Sequential(Linear(K, N).bfloat16(), nn.ELU())) == ("", "")
     norms = (
         nn.LayerNorm(K), nn.RMSNorm(K), nn.LayerNorm((1, N)), nn.RMSNorm((1, N)),
         nn.LayerNorm(N, elementwise_affine=False), BlockRMSNorm(N, 8), nn.BatchNorm1d(N),
@@ -143,6 +144,7 @@ NORMS: dict[str, Callable[[int], nn.Module]] = {
 }
 LAST: dict[str, Callable[[], nn.Module]] = {
     "relu": nn.ReLU, "hardswish": nn.Hardswish, "silu": nn.SiLU,
+    "gelu": nn.GELU, "gelu_tanh": lambda: nn.GELU("tanh"),
 }  # fmt: skip
 
 
@@ -582,7 +584,7 @@ def test_the_op(m: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("norm", ["layer", "rms", "block_rms(8)", "block_rms(72)", "none"])
-@pytest.mark.parametrize("activation", ["none", "relu", "hardswish", "silu"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @HALVES
 def test_the_op_has_the_gradients_of_float64(norm: str, activation: str, half: torch.dtype) -> None:
     """With every selection of vectors."""

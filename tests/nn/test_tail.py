@@ -52,7 +52,8 @@ class Block(nn.Module):
         self.run, self.rate = run, 0.5
         self.fc, self.back = Linear(K, N), Linear(N, K)
         self.norm, self.norm_back = nn.LayerNorm(N), nn.LayerNorm(K)
-        self.relu, self.silu, self.gelu = nn.ReLU(), nn.SiLU(), nn.GELU()
+        self.relu, self.silu, self.elu = nn.ReLU(), nn.SiLU(), nn.ELU()
+        self.gelu = nn.GELU()
         self.dropout = nn.Dropout(0.5)
         self.layers = nn.ModuleList(Linear(K, K) for _ in range(2))
         self.deep = nn.Sequential(nn.LayerNorm(N), nn.SiLU(), Linear(N, K), nn.ReLU())
@@ -148,6 +149,10 @@ def in_place(s: Any, x: Tensor) -> Any:
     return F.silu(s.norm_back(s.back(y)), inplace=True)
 
 
+def of_gelus(s: Any, x: Tensor) -> Any:
+    return F.gelu(s.norm(s.fc(x)), approximate="tanh") + F.gelu(s.fc(x)) + s.gelu(s.fc(x))
+
+
 def in_a_loop(s: Any, x: Tensor) -> Any:
     for layer in s.layers:
         x = x + s.relu(layer(x))
@@ -171,6 +176,7 @@ STYLES: list[tuple[Callable[[Any, Tensor], Any], list[tuple[str, ...]]]] = [
     (of_torch, [("fc", "norm", "hardswish()"), ("back", "relu()")]),
     (of_methods, [("fc", "norm", "relu()"), ("fc", "relu_()")]),
     (in_place, [("fc", "relu_()"), ("back", "norm_back", "silu_()")]),
+    (of_gelus, [("fc", "norm", "gelu_tanh()"), ("fc", "gelu()"), ("fc", "gelu")]),
     (in_a_loop, [("layers.0", "relu"), ("layers.1", "relu"), ("layers.0", "norm_back")]),
     (side_by_side, [("fc", "norm", "silu"), ("layers.1", "relu")]),
     (of_sequences, [("fc", "deep"), ("fc", "plain")]),
@@ -203,8 +209,8 @@ def returns_what_it_writes_to(s: Any, x: Tensor) -> Any:
 @pytest.mark.parametrize(
     "run",
     [
-        lambda s, x: F.gelu(s.fc(x)),
-        lambda s, x: s.gelu(s.back(F.gelu(s.fc(x)))),
+        lambda s, x: F.elu(s.fc(x)),
+        lambda s, x: s.elu(s.back(F.elu(s.fc(x)))),
         lambda s, x: s.relu(s.dropout(s.fc(x))),
         lambda s, x: F.relu(s.fc(x) + 1),
         lambda s, x: F.relu(s.fc(x).view(-1, K)),
@@ -229,7 +235,7 @@ def test_other_calls_are_left_alone(run: Callable[[Any, Tensor], Any]) -> None:
 def test_a_module_of_a_user_in_between_may_write() -> None:
     def run(s: Any, x: Tensor) -> Any:
         y = s.fc(x)
-        x = s.gelu(x) if s.flag else s.extra(x)
+        x = s.elu(x) if s.flag else s.extra(x)
         return F.relu(y), x
 
     model = Block(run).bfloat16()
@@ -348,21 +354,21 @@ def test_layers_without_a_bias() -> None:
 
 def reads_twice(s: Any, x: Tensor) -> Any:
     y = F.relu(s.layers[0](x))
-    return s.layers[1](y) + s.back(s.gelu(s.fc(y)))
+    return s.layers[1](y) + s.back(s.elu(s.fc(y)))
 
 
 def calls_twice(s: Any, x: Tensor) -> Any:
-    return s.layers[1](F.relu(s.layers[0](x))) + s.back(s.gelu(s.fc(F.relu(s.layers[0](2 * x)))))
+    return s.layers[1](F.relu(s.layers[0](x))) + s.back(s.elu(s.fc(F.relu(s.layers[0](2 * x)))))
 
 
 def reads_in_a_sequence(s: Any, x: Tensor) -> Any:
-    return s.wide(s.layers[0](x)) + s.back(s.gelu(s.fc(x)))
+    return s.wide(s.layers[0](x)) + s.back(s.elu(s.fc(x)))
 
 
 @pytest.mark.parametrize("run", [reads_twice, calls_twice, reads_in_a_sequence])
 def test_a_relu_in_a_product_looks_at_all_that_reads_it(run: Callable[[Any, Tensor], Any]) -> None:
     model = Block(run)
-    model.wide = nn.Sequential(nn.ReLU(), model.fc, nn.GELU(), model.back)
+    model.wide = nn.Sequential(nn.ReLU(), model.fc, nn.ELU(), model.back)
     model.bfloat16()
 
     def route() -> str:
@@ -507,13 +513,13 @@ def _hook(*_given: object) -> None:
         (lambda m: setattr(m.norm, "weight", m.norm.bias), 3),
         (lambda m: m.requires_grad_(False), 0),
         (lambda m: m.float(), 0),
-        (lambda m: setattr(m, "relu", nn.GELU()), 1),  # other children than known
+        (lambda m: setattr(m, "relu", nn.ELU()), 1),  # other children than known
         (lambda m: setattr(m, "norm", copy.deepcopy(m.norm)), 1),
         (lambda m: m.layers.append(nn.Identity()), 1),
         (lambda m: setattr(m, "rate", 0.25), 4),  # which the forward does not read
         (lambda m: setattr(m, "flag", True), 1),
         (lambda m: m.deep.__setitem__(0, nn.RMSNorm(N).bfloat16()), 2),
-        (lambda m: m.deep.__setitem__(1, nn.GELU()), 2),  # the sequence is not as known, either
+        (lambda m: m.deep.__setitem__(1, nn.ELU()), 2),  # the sequence is not as known, either
         (lambda m: vars(m).__setitem__("forward", lambda x: of_all(m, x)), 1),
     ],
 )

@@ -19,6 +19,7 @@ from tests.support.sharing import made_once, shared_folder
 HEADER = Path(__file__).with_name("cuda_on_host.hpp")
 NORM_HEADER = Path(__file__).with_name("norm_backward_on_host.hpp")
 TOGETHER_HEADER = Path(__file__).with_name("quantize_together_on_host.hpp")
+GELU_HEADER = Path(__file__).with_name("gelu_on_host.hpp")
 HALF_HEADER = Path(__file__).with_name("half_on_host.hpp")
 SHORT_HEADER = Path(__file__).with_name("quantize_short_on_host.hpp")
 DEQUANTIZE_HEADER = Path(__file__).with_name("dequantize_on_host.hpp")

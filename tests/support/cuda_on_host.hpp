@@ -125,3 +125,21 @@ static unsigned encode_pair(float first, float second) {
     const double largest = E5M2 ? 57344.0 : 448.0;
     return encode(first, bits, smallest, largest) | encode(second, bits, smallest, largest) << 8;
 }
+
+// What norm.cuh needs of what NVRTC knows by itself.
+static float __int_as_float(int bits) { return __uint_as_float(bits); }
+static float __fdividef(float a, float b) { return a / b; }
+#define __expf(v) std::exp(v)  // the name of a function of glibc's
+static float __saturatef(float v) { return v > 0.0f ? std::min(v, 1.0f) : 0.0f; }
+static float rsqrtf(float v) { return 1.0f / std::sqrt(v); }
+
+static float __shfl_xor_sync(unsigned, float value, int distance) {
+    return __uint_as_float(value_across(__float_as_uint(value), distance));
+}
+
+struct uint2 {
+    unsigned x, y;
+};
+struct uint4 {
+    unsigned x, y, z, w;
+};

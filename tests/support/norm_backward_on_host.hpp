@@ -17,7 +17,6 @@ static unsigned bfloat16_pair(float first, float second) {
 }
 
 static float sigmoid(float v) { return 1.0f / (1.0f + std::exp(-v)); }
-static float rsqrtf(float v) { return 1.0f / std::sqrt(v); }
 
 static unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
     const unsigned long long both = static_cast<unsigned long long>(high) << 32 | low;

@@ -30,7 +30,7 @@ from lokakern.types import (
 from tests.support.kernel_cases import drawn
 
 NORMS = ("layer", "rms", *(f"block_rms({n})" for n in (8, 64, 128, 256)), "none")
-LASTS = ("none", "relu", "hardswish", "silu")
+LASTS = ("none", "relu", "hardswish", "silu", "gelu", "gelu_tanh")
 VECTORS = ((), ("bias",), ("norm_weight",), ("norm_bias",), ("bias", "norm_weight", "norm_bias"))
 # Format of dy in FP8 if any, and whether it is wanted in bfloat16.
 OUTPUTS = (

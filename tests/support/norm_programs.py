@@ -57,6 +57,9 @@ ANY_SIZE = {
     "gate": NormKind("row", "rms", vectors=2, last="gate", residual=2),
     "cross": NormKind("none", "none", vectors=1, last="cross", out="tensor"),
     "e5m2": NormKind("row", "layer", a_type="e5m2"),
+    "layer gelu to rows": NormKind("row", "layer", vectors=7, last="gelu", out="row"),
+    "block_rms gelu_tanh static": NormKind("row", "block_rms", 256, last="gelu_tanh", out="tensor"),
+    "gelu bf16 to rows": NormKind("none", vectors=1, last="gelu", out="row"),
 }
 # Of gemm_cross, n and k: of the last b is streamed, of the others it stays in shared memory.
 CROSSES = ((72, 64), (3456, 256), (3456, 512), (1680, 1680))
@@ -68,8 +71,17 @@ SIGNATURES = {
     "layer to groups": (4, "layer", 0, 7, 4, 1, "silu", 1, 3),
     "gate": (2, "rms", 0, 2, 2, 2, "gate", 1, 2),
     "cross": (2, "none", 0, 0, 4, 0, "cross", 2, 0),
+    "layer gelu to rows": (2, "layer", 0, 6, 2, 0, "gelu", 1, 2),
 }
-ACTIVATED = ((64, "relu"), (2048, "relu"), (2048, "silu"), (8191, "hardswish"), (16384, "silu"))
+ACTIVATED = (
+    (64, "relu"),
+    (2048, "relu"),
+    (2048, "silu"),
+    (8191, "hardswish"),
+    (16384, "silu"),
+    (2048, "gelu"),
+    (8191, "gelu_tanh"),
+)
 # Of norm_backward: parts of a tile, one, a cluster of them, two teams, and several for each team.
 BACKWARD_COLUMNS = {"layer e5m2": (72, 128, 1024, 2048, 8192)}  # and of the others:
 BACKWARD_COLUMNS_OF_OTHERS = (128, 2048)
@@ -81,6 +93,8 @@ BACKWARD = {
     "block_rms hardswish e5m2": ("block_rms", 256, 0, 4, "hardswish", 1, False, E5M2),
     "block_rms narrow": ("block_rms", 8, 6, 4, "silu", 6, True, E4M3),
     "layer plain": ("layer", 0, 6, 4, "relu", 6, True, None),
+    "layer gelu e5m2": ("layer", 0, 6, 2, "gelu", 7, True, E5M2),
+    "none gelu_tanh": ("none", 0, 0, 4, "gelu_tanh", 1, True, E4M3),
     "none relu e5m2": ("none", 0, 0, 4, "relu", 1, False, E5M2),
 }
 

@@ -27,6 +27,7 @@ from tests.support.kernel_cases import ACTIVATING, CROSSING, RECTIFYING, cases, 
 
 LASTS = (
     {}, {"activation": "relu"}, {"activation": "hardswish"}, {"activation": "silu"},
+    {"activation": "gelu"}, {"activation": "gelu_tanh"},
     {"gate": 1}, {"x0": 1, "x": 1}, {"residual": 1}, {"residual": 1, "residual_last": True},
     {"gate": 1, "residual": 1, "residual_last": True},
     {"activation": "hardswish", "residual": 1},

@@ -23,7 +23,15 @@ CPU = Device("cpu", "some CPU", "x86_64", 2, 16)
 FEWEST = 500  # rows of a run that says something about time
 # Random and narrow sizes, not all of them shipped; the most doubtful ones, most of few rows, took
 # 120 s where 71 are estimated: each problem waits for operands of twice the cache.
-PARTS = {"random300", "random", "random-70", "random-doubtful", "narrow-errors", "residuals"}
+PARTS = {
+    "random300",
+    "random",
+    "random-70",
+    "random-doubtful",
+    "narrow-errors",
+    "residuals",
+    "gelu",
+}
 MOST_REPLACED = 0.25  # of its rows, that a later run measured again: it may have replaced more
 
 

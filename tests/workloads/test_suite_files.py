@@ -182,7 +182,7 @@ NAMED = 'name = "a"\n'
         (NAMED + LAYER + 'format = "float16"\nforms = ["scaled_gemm"]', "leave it out of float16"),
         (NAMED + LAYER + 'activation = "relu"\nformat = "float32"\nforms = ["activate"]',
          "reads bfloat16"),
-        (NAMED + LAYER + 'activation = "gelu"\nforms = ["activate"]', "expected one of relu, hard"),
+        (NAMED + LAYER + 'activation = "elu"\nforms = ["activate"]', "expected one of relu, hard"),
         (NAMED + LAYER + 'activation = 1\nforms = ["activate"]', "activation is 1; expected one"),
         (NAMED + LAYER + 'forms = ["activate"]', "'activate' goes with an activation"),
         (NAMED + LAYER + 'activation = "relu"', "'activate' goes with an activation"),

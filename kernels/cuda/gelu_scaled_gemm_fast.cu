@@ -1,0 +1,7 @@
+// scaled_gemm_fast.cu with GELU, see gelu.cuh.
+#include "gelu_products.cuh"
+#if HALF
+#include "half_scaled_gemm_fast.cu"
+#else
+#include "scaled_gemm_fast.cu"
+#endif
