@@ -40,7 +40,7 @@ inline constexpr const char* kSchemas[] = {
     "norm_gradient(Tensor dd, Tensor y, Tensor? bias, Tensor? norm_weight, Tensor? norm_bias, str "
     "norm, str activation, float eps) -> (Tensor, Tensor)",
     "bias_gradient(Tensor grad, Tensor bias) -> Tensor",
-    "crossed_gradient(Tensor[] terms, Tensor x0, str sums) -> (Tensor, Tensor, Tensor, Tensor, "
+    "crossed_gradient(Tensor[] terms, Tensor? x0, str sums) -> (Tensor, Tensor, Tensor, Tensor, "
     "Tensor)",
     "quantized_weight_gradient(Tensor turned, Tensor scales, Tensor x, str route, bool is_wide) -> "
     "Tensor",

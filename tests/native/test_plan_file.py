@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 import struct
@@ -274,3 +275,14 @@ def test_a_call_of_an_op_without_plans_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ChoicesError, match="no call of kept_output_scale was recorded"):
         save_plans(tmp_path / "model.plans", model)
+
+
+def test_programs_without_python_know_ops_as_python_defines_them() -> None:
+    text = (ROOT / "lokakern/native/ops.h").read_text(encoding="utf-8")
+    table = text.partition("kSchemas[] = {")[2].partition("};")[0]
+    schemas = ast.literal_eval(f"[{table}]")
+    assert len(schemas) > 20
+    for schema in schemas:
+        name = schema.partition("(")[0]
+        found = torch._C.parse_schema(f"lokakern::{schema}")
+        assert found == getattr(torch.ops.lokakern, name).default._schema, name
