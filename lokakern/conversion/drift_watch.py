@@ -28,6 +28,7 @@ from lokakern.nn.raw_product import is_layer
 from lokakern.nn.routed_matmul import PLAIN, read_route
 from lokakern.probe.hooks import is_plain
 from lokakern.probe.report import ProbeReport
+from lokakern.probe.sample_kernel import SampleKernel
 from lokakern.probe.session import Probe
 from lokakern.probe.verdicts import LIMITS
 from lokakern.probe.windows import SiteWindow, WindowRecorder, take_weight_sizes
@@ -98,18 +99,23 @@ class _WindowProbe(Probe):
         **options: Any,
     ) -> None:
         super().__init__(model, every, **options)
-        self._sampler.trains_only = True
+        self._sampler.trains_only = self._sampler.draws_late = True
         self._hand_over, self._turned = hand_over, turned
         self._has_window, self._windows = False, 0
         self._backward = NO_BACKWARD  # the backward pass in which the window's step ended
         recorders: dict[str, Any] = self._recorders
         for name, recorder in recorders.items():
             recorder.has_parameter = self._parameter_of(name) is not None
+        self._kernel = SampleKernel(p.device for p in model.parameters())
+
+    def start(self) -> None:
+        self._kernel.compile()
+        super().start()
 
     def _parameter_of(self, name: str) -> Tensor | None:
         weight: Any = self._modules[name]._parameters.get("weight")
         is_there = is_plain(weight) and not isinstance(weight, nn.UninitializedParameter)
-        return weight.detach() if is_there else None
+        return weight if is_there else None
 
     def _turn(self) -> None:
         self._has_window |= self._sampler.on
@@ -123,16 +129,20 @@ class _WindowProbe(Probe):
                 self._end_window()
         # Nothing begins or ends between two steps that are not sampled.
         if self._sampler.on or self._steps % self.every == 0:
+            self._kernel.load()
             super()._turn()
         self._turned()
 
     def _end_window(self) -> None:
-        windows: dict[str, Any] = self.sites()
-        self.forget()
-        for name, window in windows.items():
-            weight = self._parameter_of(name)
-            if weight is not None and weight.shape == (window.n, window.k):
-                window.weight = weight
+        windows: dict[str, Any] = {}
+        for name, recorder in self._recorders.items():
+            window: Any = recorder.statistics
+            recorder.statistics, recorder.steps = None, 0
+            if window is not None:
+                windows[name] = window
+                weight = self._parameter_of(name)
+                if weight is not None and weight.shape == (window.n, window.k):
+                    window.weight = weight
         if self._windows % WEIGHTS_EVERY == 0:
             take_weight_sizes([x for x in windows.values() if x.weight is not None])
         self._windows += 1

@@ -594,15 +594,18 @@ void Plan::call(const Operator& step, State& state, void* stream) const {
 
 // --- signatures
 
-bool add_tensor(const at::Tensor& tensor, const Inputs& before, Words& words) {
+bool is_plain_tensor(const at::Tensor& tensor) {
   using c10::DispatchKey;
   static const c10::DispatchKeySet usual =
       c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset |
       c10::DispatchKeySet(
           {DispatchKey::Dense, DispatchKey::CUDA, DispatchKey::CPU, DispatchKey::BackendSelect}) |
       c10::DispatchKeySet(c10::DispatchKeySet::RAW, ~uint64_t{0} >> (64 - c10::num_backends));
-  if (tensor.key_set().raw_repr() & ~usual.raw_repr() || tensor.layout() != at::kStrided ||
-      tensor._fw_grad(0).defined()) return false;
+  return !(tensor.key_set().raw_repr() & ~usual.raw_repr()) && tensor.layout() == at::kStrided;
+}
+
+bool add_tensor(const at::Tensor& tensor, const Inputs& before, Words& words) {
+  if (!is_plain_tensor(tensor) || tensor._fw_grad(0).defined()) return false;
   // Tensors without elements have no address that tells them apart; meta tensors have none at all.
   if (!tensor.numel() || !(tensor.is_cuda() || tensor.is_cpu())) return false;
   const auto* impl = tensor.unsafeGetTensorImpl();

@@ -149,6 +149,9 @@ extern const std::array<const char*, 12> kOperators;
 // A tensor of one dimension from torch's allocator, made without its dispatcher.
 at::Tensor allocate(int64_t elements, at::ScalarType dtype, c10::Device device);
 
+// Whether a tensor is its memory: no subclass, not negated, wrapped or sparse.
+bool is_plain_tensor(const at::Tensor& tensor);
+
 // Adds what a tensor contributes to a signature; false where tensors of its kind have no plans.
 bool add_tensor(const at::Tensor& tensor, const Inputs& before, Words& words);
 

@@ -627,22 +627,31 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("sizes_of", torch::wrap_pybind_function_no_gil(&sizes_of));
   module.def("norms_of_rows", torch::wrap_pybind_function_no_gil(&norms_of_rows));
   module.def("as_tensors", torch::wrap_pybind_function(&as_tensors));
+  py::class_<WindowPass, std::shared_ptr<WindowPass>>(module, "WindowPass")
+      .def("tensors", torch::wrap_pybind_function_no_gil(&WindowPass::tensors))
+      .def("values", torch::wrap_pybind_function_no_gil(&WindowPass::values));
+  module.def("take_pass", torch::wrap_pybind_function_no_gil(&WindowPass::take));
+  module.def("load_window_kernel", [](int device, const py::bytes& cubin, const KernelSizes& sizes) {
+    load_window_kernel(device, std::string_view(cubin), sizes);
+  });
+  module.def("use_window_kernel", &use_window_kernel);
   const auto window_numbers = [](const std::vector<std::vector<at::Tensor>>& operands,
+                                 const std::vector<WindowNumbers::InPass>& in_passes,
                                  const std::vector<std::vector<at::Tensor>>& weights,
                                  int64_t elements, int64_t most_elements, double fewest_below,
                                  double least_share, double least_size,
                                  double least_variance) {
     const WindowLimits limits{elements,    most_elements, fewest_below,
                               least_share, least_size,    least_variance};
-    return std::make_unique<WindowNumbers>(operands, weights, limits);
+    return std::make_unique<WindowNumbers>(operands, in_passes, weights, limits);
   };
   module.def("window_numbers", torch::wrap_pybind_function_no_gil(window_numbers));
   py::class_<WindowNumbers>(module, "WindowNumbers")
-      .def("compute", [](const WindowNumbers& window) {
+      .def("compute", [](const WindowNumbers& window, uint64_t event) {
         std::vector<double> found;
         {
           const py::gil_scoped_release others;
-          found = window.compute();
+          found = window.compute(event);
         }
         return py::array_t<double>(static_cast<py::ssize_t>(found.size()), found.data());
       });

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import itertools
 import math
 import random
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -50,6 +50,7 @@ class Sampler:
     def __init__(self, seed: int) -> None:
         self.on, self.step, self.buffer = False, 0, StepBuffer()
         self.trains_only = False  # whether calls in evaluation, without gradients, do not count
+        self.draws_late = False  # whether random keys are drawn only when they are asked for
         self._share = 0.0  # where in a matrix the sampled rows begin, 0..1
         self._random = random.Random(seed)  # its own, lest a model's dropout change
         self._generators: dict[torch.device, torch.Generator] = {}
@@ -70,27 +71,61 @@ class Sampler:
         self._generators.clear()
 
     def sample(self, call: int, device: torch.device) -> Sample:
-        """The sample of a call, the same for all sites in a step; random keys come from the device.
+        """The sample of a call, the same for all sites in a step.
 
         Only calls of one site must differ.
         """
-        if (device, call) not in self._samples:
-            if device not in self._generators:
-                self._generators[device] = torch.Generator(device).manual_seed(self._seed)
-            keys = torch.rand(
-                SAMPLED_ROWS, generator=self._generators[device], dtype=torch.float64, device=device
-            )
-            self._samples[device, call] = Sample(self._share, keys)
-        return self._samples[device, call]
+        found = self._samples.get((device, call))
+        if found is None:
+            keys = draw = None
+            if self.draws_late:
+                draw = functools.partial(_drawn_late, (self._seed, self.step, call), device)
+            else:
+                if device not in self._generators:
+                    self._generators[device] = torch.Generator(device).manual_seed(self._seed)
+                keys = _drawn(self._generators[device])
+            found = self._samples[device, call] = Sample(self._share, device, keys, draw)
+        return found
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+def _drawn(generator: torch.Generator) -> Tensor:
+    device = generator.device
+    return torch.rand(SAMPLED_ROWS, generator=generator, dtype=torch.float64, device=device)
+
+
+def _drawn_late(seed: object, device: torch.device) -> Tensor:
+    """Keys by a generator of their own, whose seed tells them, so that their order is no matter."""
+    digest = hashlib.blake2b(repr(seed).encode(), digest_size=8).digest()
+    return _drawn(torch.Generator(device).manual_seed(int.from_bytes(digest, "big") >> 1))
+
+
 class Sample:
-    """Rows that are taken of a matrix, and of the gradient of its product."""
+    """Rows that are taken of a matrix, and of the gradient of its product.
 
-    share: float  # where in the matrix they begin, 0..1
-    keys: Tensor  # ``[SAMPLED_ROWS]`` float64, uniform over 0..1
-    _places: dict[tuple[tuple[int, ...], int], tuple[Tensor, ...]] = field(default_factory=dict)
+    Attributes:
+        share: Where in the matrix they begin, 0..1.
+    """
+
+    __slots__ = ("_device", "_draw", "_keys", "_places", "_strides", "share")
+
+    def __init__(
+        self,
+        share: float,
+        device: torch.device,
+        keys: Tensor | None = None,
+        draw: Callable[[], Tensor] | None = None,
+    ) -> None:
+        self.share, self._device, self._keys, self._draw = share, device, keys, draw
+        self._places: dict[tuple[tuple[int, ...], int], tuple[Tensor, ...]] = {}
+        self._strides: dict[int, tuple[int, int, int, int, int]] = {}
+
+    @property
+    def keys(self) -> Tensor:
+        """Random numbers, ``[SAMPLED_ROWS]`` float64, uniform over 0..1, on the device."""
+        if self._keys is None:
+            assert self._draw is not None
+            self._keys = self._draw()
+        return self._keys
 
     def rows_of(self, x: Tensor) -> Tensor:
         """Some rows of ``[..., columns]``, evenly spread, in memory of their own."""
@@ -113,6 +148,13 @@ class Sample:
         first, step = self.stride_of(count)
         return x.view(count, -1)[first::step]
 
+    def places_of(self, count: int) -> tuple[int, int, int, int, int]:
+        """Of so many rows those that are read, and those that are taken; see window.h."""
+        if count not in self._strides:
+            kept = min(SAMPLED_ROWS, count)
+            self._strides[count] = (*self.stride_of(count), *self._first_and_stride(count), kept)
+        return self._strides[count]
+
     def stride_of(self, count: int) -> tuple[int, int]:
         """The first of the rows of which sizes are read, of so many, and steps to the next."""
         if count < MANY_ROWS:
@@ -121,23 +163,45 @@ class Sample:
         return int(self.share * step), step
 
     def _index(self, shape: tuple[int, ...], most: int = SAMPLED_ROWS) -> tuple[Tensor, ...]:
-        """Indices of rows, made once for all matrices of a shape.
-
-        The stride has no factor in common with the number of rows: where rows are of samples by
-        features, a stride that the features divide would meet one of them alone.
-        """
+        """Indices of rows, made once for all matrices of a shape."""
         if (shape, most) not in self._places:
             count = math.prod(shape)
-            kept, stride, first = min(most, count), 1, 0
-            if kept < count:
-                stride, first = coprime_from(int(GOLDEN * count), count), int(self.share * count)
-            places = (first + stride * torch.arange(kept, device=self.keys.device)) % count
+            kept = min(most, count)
+            first, stride = self._first_and_stride(count, most)
+            places = (first + stride * torch.arange(kept, device=self._device)) % count
             index = []
             for extent in reversed(shape[1:]):
                 index.append(places % extent)
                 places = places // extent
             self._places[shape, most] = (places, *reversed(index))
         return self._places[shape, most]
+
+    def _first_and_stride(self, count: int, most: int = SAMPLED_ROWS) -> tuple[int, int]:
+        """The first row, and the stride, which has no factor in common with the number of rows.
+
+        Where rows are of samples by features, a stride that the features divide would meet one of
+        them alone.
+        """
+        if count <= most:
+            return 0, 1
+        return int(self.share * count), coprime_from(int(GOLDEN * count), count)
+
+
+class Taken:
+    """What a launch took of a call's operand, in the place of its tensors."""
+
+    __slots__ = ("_sample", "_tensors", "by", "place")
+
+    def __init__(self, by: Any, place: int, sample: Sample) -> None:
+        self.by, self.place, self._sample = by, place, sample  # a `WindowPass`, see window.h
+        self._tensors: tuple[Tensor, ...] = ()
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Sizes of rows and of columns, rows, and their keys, as of `add_rows`."""
+        if not self._tensors:
+            *sizes, rows = self.by.tensors(self.place)
+            self._tensors = (*sizes, rows, self._sample.keys[: len(rows)])
+        return self._tensors
 
 
 class Wanted(NamedTuple):
@@ -155,36 +219,62 @@ class Wanted(NamedTuple):
 def taking() -> Iterator[list[Wanted]]:
     """Samples of operands that are added to the list are taken at the end.
 
-    In C++ by one call, or by torch, with the same bits; nothing is recorded for gradients.
+    By a launch for all operands of a watch where there is its kernel, else in C++ by one call, or
+    by torch, with the same bits; nothing is recorded for gradients.
     """
     wanted: list[Wanted] = []
-    with torch.inference_mode(False), torch.no_grad():
-        yield wanted
-        native = NATIVE.module
-        together = [] if native is None else [one for one in wanted if one.x.is_contiguous()]
-        taken: dict[int, Any] = {}
-        if native is not None and together:
-            counts = [one.x.numel() // one.x.shape[-1] for one in together]
-            given = list(zip(together, counts, strict=True))
+    has_gradients = torch.is_grad_enabled()
+    # Contexts of torch take the host 40 us where it is not warm, and training needs half of one.
+    is_inference = torch.is_inference_mode_enabled()
+    with torch.inference_mode(False) if is_inference else contextlib.nullcontext():
+        torch._C._set_grad_enabled(False)
+        try:
+            yield wanted
+            _take(wanted)
+        finally:
+            torch._C._set_grad_enabled(has_gradients)
+
+
+def _take(wanted: list[Wanted]) -> None:
+    native = NATIVE.module
+    if native is not None:
+        together = [one for one in wanted if one.x.is_contiguous()]
+        left = _taken_by_a_launch(native, together)
+        if left:
+            counts = [one.x.numel() // one.x.shape[-1] for one in left]
+            given = list(zip(left, counts, strict=True))
             found = native.take_samples(
-                [one.x for one in together],
+                [one.x for one in left],
                 [one.sample.index_of(count) for one, count in given],
                 [one.sample.stride_of(count) for one, count in given],
             )
-            taken = {id(one): some for one, some in zip(together, found, strict=True)}
-        for one in wanted:
-            if id(one) in taken:
-                *sizes, rows = taken[id(one)]
-            else:
-                rows = one.sample.rows_of(one.x)
-                sizes = [*sizes_of(one.sample.part_of(one.x))]
-            one.recorder.keep(one, sizes, rows)
+            for one, (*sizes, rows) in zip(left, found, strict=True):
+                one.recorder.keep(one, sizes, rows)
+        wanted = [one for one in wanted if not one.x.is_contiguous()]
+    for one in wanted:
+        rows = one.sample.rows_of(one.x)
+        one.recorder.keep(one, [*sizes_of(one.sample.part_of(one.x))], rows)
+
+
+def _taken_by_a_launch(native: Any, wanted: list[Wanted]) -> list[Wanted]:
+    """Take samples of windows, if the kernel takes all of them; those that are left."""
+    windows = [one for one in wanted if one.recorder.elements]
+    if not windows:
+        return wanted
+    places = [one.sample.places_of(one.x.numel() // one.x.shape[-1]) for one in windows]
+    by = native.take_pass([one.x for one in windows], places, windows[0].recorder.elements)
+    if by is None:
+        return wanted
+    for place, one in enumerate(windows):
+        one.recorder.keep_taken(one, Taken(by, place, one.sample))
+    return [one for one in wanted if not one.recorder.elements]
 
 
 class Recorder:
     """Samples the operands of one site; n and k of a lazy layer are 0 before its first call."""
 
     _numbers = itertools.count()
+    elements = 0  # of an operand, which a launch picks of its rows; 0: it takes no samples
 
     def __init__(
         self,
@@ -205,8 +295,9 @@ class Recorder:
         self._step, self._calls, self._reruns = -1, 0, 0
         # Of calls in a graph whose gradient is still to come; None of those that count for nothing.
         self._samples: dict[int, Sample | None] = {}
-        self._inputs: dict[Sample, tuple[Tensor, int]] = {}  # rows, and of how many
-        self._pairs: list[tuple[Tensor, int, Tensor]] = []  # the same with rows of the gradient
+        # Rows, or what holds them, and of how many; and the same with rows of the gradient.
+        self._inputs: dict[Sample, tuple[Tensor | Taken, int]] = {}
+        self._pairs: list[tuple[Tensor | Taken, int, Tensor | Taken]] = []
         _RECORDERS[self.number] = self
 
     def forward(
@@ -291,6 +382,13 @@ class Recorder:
     def keep(self, wanted: Wanted, sizes: list[Tensor], rows: Tensor) -> None:
         """Take in what was taken of an operand."""
         self._add(add_rows, wanted.operand, *sizes, rows, wanted.sample.keys[: len(rows)])
+        self._pair(wanted, rows)
+
+    def keep_taken(self, wanted: Wanted, taken: Taken) -> None:
+        """Take in what a launch took of an operand, of a window alone."""
+        raise NotImplementedError
+
+    def _pair(self, wanted: Wanted, rows: Tensor | Taken) -> None:
         if wanted.pairs:
             self._inputs[wanted.sample] = rows, wanted.pairs
         elif wanted.is_gradient and wanted.sample in self._inputs:
@@ -349,7 +447,7 @@ class Recorder:
             )
         return fits and x.numel() > 0 and y.numel() > 0
 
-    def _add(self, update: Update, owner: Any, *tensors: Tensor) -> None:
+    def _add(self, update: Update, owner: Any, *tensors: Any) -> None:
         self.sampler.buffer.add(update, owner, *tensors)
 
 

@@ -26,12 +26,13 @@ from torch import Tensor
 
 from lokakern.native import NATIVE
 from lokakern.probe.fingerprint import LEAST_VARIANCE
-from lokakern.probe.hooks import Recorder
+from lokakern.probe.hooks import Recorder, Taken, Wanted
 from lokakern.probe.statistics import (
     FEWEST_ROWS,
     PARTS,
     SiteStatistics,
     Update,
+    add_rows,
     coprime_from,
     sizes_of,
     snapshots_of,
@@ -48,11 +49,23 @@ MEAN = "mean"  # of which half an octave is 1.4 times the size
 Array = Any  # of NumPy
 
 
+_Waiting = tuple[Update, tuple[Tensor, ...] | Taken]
+
+
 class OperandWindow:
     """What was taken of an operand: updates of its statistics that wait, and their tensors."""
 
+    __slots__ = ("waiting",)
+
     def __init__(self) -> None:
-        self.waiting: list[tuple[Update, tuple[Tensor, ...]]] = []
+        self.waiting: list[_Waiting] = []
+
+    def calls(self) -> list[tuple[Update, tuple[Tensor, ...]]]:
+        """Updates with their tensors, of one call each."""
+        return [
+            (update, given.tensors() if isinstance(given, Taken) else given)
+            for update, given in self.waiting
+        ]
 
 
 class SiteWindow:
@@ -61,7 +74,8 @@ class SiteWindow:
     def __init__(self, n: int, k: int, device: torch.device, **options: Any) -> None:
         self.n, self.k, self.device, self._options = n, k, device, options
         self.input, self.grad_output = OperandWindow(), OperandWindow()
-        self.waiting: list[tuple[Update, tuple[Tensor, ...]]] = []  # of weights' gradients
+        # Of weights' gradients: sizes, and pairs of rows or of what holds them.
+        self.waiting: list[tuple[Update, tuple[Tensor | Taken, ...]]] = []
         self.norm: str = options.pop("norm", "")
         self.needs_input_gradient = False
         # W, of which a judgement reads what it is then: a parameter, or a copy.
@@ -72,7 +86,8 @@ class SiteWindow:
 
     def count(self, calls: Mapping[int, int]) -> None:
         """Count calls by their numbers of rows."""
-        self.sizes.update(calls)
+        for rows, count in calls.items():  # `update` takes 2 us
+            self.sizes[rows] += count
 
     def see_half(self, dtype: torch.dtype) -> None:
         """Take in the dtype of a Y."""
@@ -91,10 +106,12 @@ class SiteWindow:
                 copies[id(x)] = x.cpu()
             return copies[id(x)][None]
 
-        operands = [(getattr(self, part), getattr(found, part)) for part in PARTS]
-        for taken, owner in (*operands, (self, found)):
-            for update, tensors in taken.waiting:
-                update([owner], *map(host, tensors))
+        for part in PARTS:
+            for update, tensors in getattr(self, part).calls():
+                update([getattr(found, part)], *map(host, tensors))
+        for update, given in self.waiting:
+            rows = (x.tensors()[2] if isinstance(x, Taken) else x for x in given)
+            update([found], *map(host, rows))
         if self.weight is not None:
             # While the optimizer changes it: half of a step more or less is no matter.
             found.snapshot, found.snapshot_t = (
@@ -109,6 +126,7 @@ class WindowRecorder(Recorder):
     """Takes the same of operands as a `Recorder`, and computes nothing of it."""
 
     statistics: Any
+    elements = ELEMENTS
     has_parameter = False  # whether the weight is one, which need not be copied
 
     def take_weight(self, weight: Tensor) -> None:
@@ -126,16 +144,23 @@ class WindowRecorder(Recorder):
             self.statistics = self.empty_statistics(device)
         return self.statistics
 
-    def _add(self, update: Update, owner: Any, *tensors: Tensor) -> None:
+    def keep_taken(self, wanted: Wanted, taken: Taken) -> None:
+        wanted.operand.waiting.append((add_rows, taken))
+        self._pair(wanted, taken)
+
+    def _add(self, update: Update, owner: Any, *tensors: Any) -> None:
         owner.waiting.append((update, tensors))
 
 
 def take_weight_sizes(windows: Sequence[SiteWindow]) -> None:
     """Keep the largest magnitudes of the rows and columns of the weights of sites."""
     weights: Any = [window.weight for window in windows]
-    with torch.inference_mode(False), torch.no_grad():
-        native = NATIVE.module
-        found = [*map(sizes_of, weights)] if native is None else native.sizes_of(weights)
+    native = NATIVE.module
+    if native is not None:  # which records no gradients
+        found = native.sizes_of(weights)
+    else:
+        with torch.inference_mode(False), torch.no_grad():
+            found = [*map(sizes_of, weights)]
     for window, sizes in zip(windows, found, strict=True):
         window.weight_sizes = sizes
 
@@ -155,27 +180,30 @@ class Transfer:
     def __init__(self, device: torch.device, sites: Mapping[str, SiteWindow]) -> None:
         self.device = device
         self.ready: Any = None  # a CUDA event, after which all that windows hold is there, too
-        operands = [
-            (name, part, waiting)
+        operands = {
+            (name, part): operand
             for name, site in sites.items()
-            for part in PARTS
-            if (waiting := getattr(site, part).waiting)
-        ]
-        weights = [(name, site.weight_sizes) for name, site in sites.items() if site.weight_sizes]
-        start = _Joined if NATIVE.module is None else _start_native
-        self._compute = start(
-            {(name, part): [tensors[:3] for _, tensors in calls] for name, part, calls in operands},
-            {(name, "weight"): sizes for name, sizes in weights},
-        ).compute
-        self._operands = tuple((name, part) for name, part, _ in operands)
-        self._names = _names(self._operands, tuple((name, "weight") for name, _ in weights))
+            for part, operand in (("input", site.input), ("grad_output", site.grad_output))
+            if operand.waiting
+        }
+        weights = {
+            (name, "weight"): site.weight_sizes for name, site in sites.items() if site.weight_sizes
+        }
+        is_native = NATIVE.module is not None
+        start: Any = _start_native if is_native else _Joined
+        compute = start(operands, weights).compute
         if device.type == "cuda":
             self.ready = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             self.ready.record(torch.cuda.current_stream(device))
+        # In C++ the thread waits in the same call: each return to Python takes the interpreter.
+        waits = is_native and self.ready is not None and torch.version.hip is None
+        self._event = self.ready.cuda_event if waits else 0
+        self._compute = functools.partial(compute, self._event) if is_native else compute
+        self._operands, self._weights = tuple(operands), tuple(weights)
 
     def numbers(self) -> Numbers:
         """Numbers of all operands and weights, for which the host waits."""
-        if self.ready is not None:
+        if self.ready is not None and not self._event:
             self.ready.synchronize()
         found, count = self._compute(), len(self._operands)
         beyond, sampled = found[-2 * count :].reshape(2, count).tolist()
@@ -186,21 +214,30 @@ class Transfer:
                 nonfinite.add(part)
             if rows * (1.0 - share) >= FEWEST_ROWS:
                 parts.setdefault(site, set()).add(part)
-        return Numbers(self._names, found[: -2 * count], parts, nonfinite)
+        names = _names(self._operands, self._weights)
+        return Numbers(names, found[: -2 * count], parts, nonfinite)
 
 
-# By site and part, the samples of the calls of an operand: sizes of rows, and of columns, and rows.
-_Operands = Mapping[tuple[str, str], list[tuple[Tensor, ...]]]
+_Operands = Mapping[tuple[str, str], OperandWindow]  # by site and part
 # By site and "weight", sizes of rows and of columns.
 _Weights = Mapping[tuple[str, str], tuple[Tensor, ...]]
 
 
 def _start_native(operands: _Operands, weights: _Weights) -> Any:
-    """`_Joined` in C++."""
+    """`_Joined` in C++, where an operand of a single call may be told by its launch."""
+    tensors: list[list[Tensor]] = []
+    passes: list[tuple[Any, int]] = []
+    for operand in operands.values():
+        _, given = operand.waiting[0]
+        if len(operand.waiting) == 1 and isinstance(given, Taken):
+            tensors.append([])
+            passes.append((given.by, given.place))
+        else:
+            tensors.append([x for _, call in operand.calls() for x in call[:3]])
+            passes.append((None, 0))
     return NATIVE.module.window_numbers(
-        [[x for call in calls for x in call] for calls in operands.values()],
-        list(weights.values()), ELEMENTS, MOST_ELEMENTS, FEWEST_BELOW, LEAST_SHARE, LEAST_SIZE,
-        LEAST_VARIANCE,
+        tensors, passes, list(weights.values()), ELEMENTS, MOST_ELEMENTS, FEWEST_BELOW, LEAST_SHARE,
+        LEAST_SIZE, LEAST_VARIANCE,
     )  # fmt: skip
 
 
@@ -208,7 +245,11 @@ class _Joined:
     """The numbers of all operands and weights of a device, on their way to the host."""
 
     def __init__(self, operands: _Operands, weights: _Weights) -> None:
-        self._sampled = [sum(len(rows) for *_, rows in calls) for calls in operands.values()]
+        samples = {
+            place: [tensors[:3] for _, tensors in operand.calls()]
+            for place, operand in operands.items()
+        }
+        self._sampled = [sum(len(rows) for *_, rows in calls) for calls in samples.values()]
         # By type: what PyTorch joins, of one type, takes one launch.
         taken: dict[torch.dtype, tuple[list[Tensor], list[_Place]]] = {}
         matrices: dict[Any, _Columns] = {}
@@ -218,7 +259,7 @@ class _Joined:
             tensors.append(x)
             known += places
 
-        for place, calls in operands.items():
+        for place, calls in samples.items():
             for row_sizes, column_sizes, rows in calls:
                 take(row_sizes, ("row", *place, len(row_sizes)))
                 take(column_sizes, ("column", *place, len(column_sizes)))
@@ -359,6 +400,8 @@ def transfers_of(sites: Mapping[str, SiteWindow]) -> list[Transfer]:
     for name, site in sites.items():
         if site.input.waiting or site.grad_output.waiting:
             devices.setdefault(site.device, {})[name] = site
+    if NATIVE.module is not None:  # which records no gradients
+        return [Transfer(device, some) for device, some in devices.items()]
     with torch.inference_mode(False), torch.no_grad():
         return [Transfer(device, some) for device, some in devices.items()]
 

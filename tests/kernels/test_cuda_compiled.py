@@ -43,6 +43,7 @@ from lokakern.kernels.cuda import (
     scaled_gemm_unaligned,
     tiles,
     token_gradient,
+    window_samples,
 )
 from lokakern.kernels.cuda.tiles import Kind, Tile
 from lokakern.nvrtc import Program
@@ -452,7 +453,8 @@ def test_kernels_wait_for_the_one_before_and_let_the_next_begin(name: str) -> No
 def test_every_cuda_file_is_compiled_here() -> None:
     halved = [program for _, program in HALF_NORMS.values()]
     found = {Path(program.source).resolve() for program in (*ALL.values(), *halved)}
-    found.add(Path(token_gradient.SOURCE).resolve())  # in test_token_gradient_compiled.py
+    # In test_token_gradient_compiled.py and test_window_samples.py.
+    found |= {Path(module.SOURCE).resolve() for module in (token_gradient, window_samples)}
     assert found == set(FOLDER.glob("*.cu"))
 
 

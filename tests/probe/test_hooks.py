@@ -27,7 +27,8 @@ CPU = torch.device("cpu")
 
 
 def sample(share: float = 0.0) -> Sample:
-    return Sample(share, torch.rand(SAMPLED_ROWS, dtype=torch.float64))
+    keys = torch.rand(SAMPLED_ROWS, dtype=torch.float64)
+    return Sample(share, keys.device, keys)
 
 
 @pytest.mark.parametrize("features", [7, 64, 160, 720])

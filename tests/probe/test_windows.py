@@ -17,7 +17,7 @@ import lokakern
 from lokakern.conversion.drift_watch import WEIGHTS_EVERY, _WindowProbe
 from lokakern.probe import hooks, windows
 from lokakern.probe.windows import SiteWindow, take_weight_sizes, transfers_of
-from tests.support import native
+from tests.support import native, window_kernel
 
 K, M = 64, 256
 LAYERS = 5
@@ -60,6 +60,7 @@ def test_a_judged_window_has_the_statistics_of_a_probe(calls: int) -> None:
         (window,) = steps.windows
     model = model_of()
     with lokakern.Probe(model, every=1, check="off", seed=0) as probe:
+        probe._sampler.draws_late = True
         probe.step()
         for call in range(calls):
             loss(model, M, call).backward()
@@ -212,6 +213,45 @@ def test_samples_in_cpp_are_those_of_torch(
         same(one, other)
 
 
+@pytest.mark.parametrize(("rows", "calls"), [(M, 1), (999, 2)])
+def test_windows_by_the_kernel_are_those_of_torch(rows: int, calls: int) -> None:
+    """Sizes in float32, with the same values; of several calls, numbers are made by torch."""
+    found, judged, launched = [], [], []
+    for is_launched in (True, False):
+        steps = Steps(every=1)
+        steps.model.bfloat16()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(native.in_use())
+            if is_launched:
+                launched = stack.enter_context(window_kernel.on_host()).blocks
+            stack.enter_context(steps.probe)
+            if calls > 1:
+                steps.probe.step()  # from now on steps are told, whatever is called
+            x = torch.randn(rows, K, generator=torch.Generator().manual_seed(0)).bfloat16()
+            for _ in range(calls):
+                steps.model(x).square().mean().backward()
+            steps.probe.step()
+            (window,) = steps.windows
+            (transfer,) = transfers_of(window)
+            found.append(transfer.numbers())
+            judged.append({name: site.statistics() for name, site in window.items()})
+    weights = int(calls == 1)  # of which the first window tells
+    assert len(launched) == 2 * LAYERS * calls + weights, "one of each operand"
+    one, other = found
+    assert (one.names, one.parts, one.nonfinite) == (other.names, other.parts, other.nonfinite)
+    assert one.values.tolist() == pytest.approx(other.values.tolist(), rel=0, abs=4e-7)
+    exact = [not name.endswith(windows.MEAN) for _, name in one.names]
+    assert one.values[exact].tolist() == other.values[exact].tolist()
+    for name, site in judged[0].items():
+        expected = judged[1][name]
+        for part in ("input", "grad_output"):
+            operands = getattr(site, part), getattr(expected, part)
+            for (which, x), (_, y) in zip(*(o.tensors() for o in operands), strict=True):
+                assert torch.equal(x, y), (name, part, which)
+        assert torch.equal(site.cancellations, expected.cancellations)
+        assert (site.sizes, site.shape) == (expected.sizes, expected.shape)
+
+
 def test_operands_that_are_not_contiguous_are_sampled_alike() -> None:
     found = []
     for in_use in (native.in_use, contextlib.nullcontext):
@@ -283,7 +323,7 @@ def test_an_error_of_torch_is_the_same_in_cpp() -> None:
 
 
 def test_a_sampled_step_is_one_call_of_the_library_for_each_pass() -> None:
-    """The ops that take all samples of a graph at its end."""
+    """The ops that take all samples of a graph at its end; of a CPU, whose kernel none is."""
     calls: Counter[str] = Counter()
     with native.in_use() as library:
         steps = Steps(every=1)
@@ -299,10 +339,10 @@ def test_a_sampled_step_is_one_call_of_the_library_for_each_pass() -> None:
         native.replay.NATIVE.module = Counted()  # until the library is in use no more
         with steps.probe:
             taken = ops.probe_taps([x] * LAYERS, [x] * LAYERS, weights, numbers, [True] * LAYERS)
-            assert calls == {"take_samples": 1, "as_tensors": 1}
+            assert calls == {"take_pass": 1, "take_samples": 1, "as_tensors": 1}
             assert len({int(number) for number in taken}) == LAYERS
             calls.clear()
             ops.probe_tap_gradients(x, [x] * LAYERS, taken, numbers)
-            assert calls == {"take_samples": 1}
+            assert calls == {"take_pass": 1, "take_samples": 1}
             steps.probe.step()
     assert all(len(site.grad_output.waiting) == 1 for site in steps.windows[0].values())

@@ -111,6 +111,11 @@ extern "C" void launch(unsigned blocks, unsigned threads, const unsigned short* 
     run_grid(blocks, threads, false, [=] { column_sums(x, parts, rows, columns, stride); });
 }
 """,
+    "window_samples": """
+extern "C" void launch(unsigned blocks, unsigned threads, const Table* table) {
+    run_grid(blocks, threads, false, [=] { window_samples(*table); });
+}
+""",
     "dequantize": """
 extern "C" void launch(unsigned blocks, unsigned threads, const unsigned char* data,
                        const float* scale, char* out, int rows, int columns, int across,
