@@ -1,6 +1,6 @@
 """Measure what `Conversion.watch` costs a training, and that it swaps without compiling.
 
-    python scripts/measure_watch.py [graph] [compiled] [--model wukong] [--rounds N]
+    python scripts/measure_watch.py [samples] [graph] [compiled] [--model wukong] [--rounds N]
         [--quiet-steps N] [--quiet-rate RATE] [--out FILE]
 
 The dense part of MLPerf's DLRM-DCNv2, bfloat16, fused AdamW: "graph" at 8192 samples in CUDA graphs
@@ -12,9 +12,11 @@ measured apart: the sampled step and others by themselves, steps without a watch
 step its ops, its hooks and its end take, the thread's time for each window, and how many products
 it replayed. With ``--quiet-steps`` the model then learns a teacher's clicks on batches that change,
 and alarms are counted and printed. Then one feature of DLRM-DCNv2 grows until FP8 is unsafe; in a
-model that learned before it need not become so. Prints some lines for each case, and writes all
-figures to FILE. About a minute on an H200 without a quiet run; ``--size tiny --every 10 --kernels
-row`` tries it on a CPU.
+model that learned before it need not become so. "samples" takes those of the nine layers without
+the model, by the kernel and by torch: what both take must be equal, and it prints the host's time
+of a sampled step, warm and with other work in between, and launches and time of the device. Prints
+some lines for each case, and writes all figures to FILE. About a minute on an H200 without a quiet
+run; ``--size tiny --every 10 --kernels row`` tries it on a CPU.
 """
 
 from __future__ import annotations
@@ -45,21 +47,29 @@ from lokakern.bench.models.zoo.architecture import Feature
 from lokakern.bench.models.zoo.catalog import dlrm_dcnv2
 from lokakern.conversion import drift_judge
 from lokakern.conversion.convert import Conversion
-from lokakern.conversion.drift_watch import STAYS, TO_BF16, DriftWatch
-from lokakern.probe import hooks
+from lokakern.conversion.drift_watch import STAYS, TO_BF16, DriftWatch, _WindowProbe
+from lokakern.probe import hooks, sample_kernel
 from lokakern.probe.drift import Ranges
-from lokakern.probe.windows import transfers_of
+from lokakern.probe.statistics import PARTS
+from lokakern.probe.windows import MEAN, Numbers, SiteWindow, transfers_of
 from lokakern.types import COMPILED, COMPILED_GRAPH
 from lokakern.workloads.distributions import distribution_named, draw_rows
 
 POOL = 4  # batches, from whose rows the steps of the quiet run take theirs
+SAMPLES = "samples"
 CASES = {  # regime, mode of torch.compile, samples
     "graph": (COMPILED_GRAPH, "reduce-overhead", 8192),
     "compiled": (COMPILED, "default", 2048),
 }
+KNOWN = (SAMPLES, *CASES)
 BUDGET, GROWTH = 0.06, 1e6
 BAR, MOST_STEPS = 500, 1500  # steps in which a drift should be found, and after which none is
 APART, APART_EVERY = 8, 10  # sampled steps that are measured by themselves, and steps from one on
+LAYERS = [(3456, 512), (512, 3456)] * 3 + [(3456, 1024), (1024, 1024), (1024, 512)]  # k, n
+STEPS = 50  # of samples alone
+# Half of a logarithm to the base 2, of a ratio of sums of squares of numbers that are rounded to
+# float32: see tests/kernels/test_window_samples.py.
+SLACK_OF_MEAN = 4 * 2.0**-24 * 1.5
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FEWEST = 6  # values whose order gives an interval of a median at 95 %
 COUNTERS = torch._dynamo.utils.counters["stats"]
@@ -184,6 +194,145 @@ class DensePart(nn.Module):
             return self.model.interact(*given)[:, None]
 
 
+class Samples:
+    """Sampled steps of nine layers without a model: ops of a graph, hooks of weights, the end."""
+
+    def __init__(self, samples: int, shapes: list[tuple[int, int]]) -> None:
+        torch.manual_seed(0)
+        layers = (nn.Linear(k, n, bias=False) for k, n in shapes)
+        model = nn.Sequential(*layers).to(DEVICE, torch.bfloat16)
+        self.probe: Any = _WindowProbe(model, 1, self._end, lambda: None, check="off", seed=0)
+        self.weights: Any = [layer.weight for layer in model]
+        spread = torch.randn(samples, 1, device=DEVICE).exp2()
+        self.xs, self.gradients = (
+            [
+                (torch.randn(samples, shape[i], device=DEVICE) * spread).bfloat16()
+                for shape in shapes
+            ]
+            for i in range(2)
+        )
+        self.sites = [recorder.number for recorder in self.probe._recorders.values()]
+        self.window: dict[str, SiteWindow] = {}
+        self.transfers: Any = []
+
+    def _end(self, window: dict[str, SiteWindow]) -> None:
+        self.window, self.transfers = window, transfers_of(window)
+
+    def step(self) -> None:
+        ops = torch.ops.lokakern
+        have_gradients = [True] * len(self.xs)
+        # Outputs are read for their shapes alone.
+        calls = ops.probe_taps(self.gradients, self.xs, self.weights, self.sites, have_gradients)
+        ops.probe_tap_gradients(self.xs[0][:1], self.gradients, calls, self.sites)
+        for weight in self.weights:
+            for hook in weight._backward_hooks.values():
+                hook(weight.detach())
+        self.probe.step()
+
+    def taken(self) -> tuple[dict[str, Tensor], Numbers]:
+        """All tensors of the last window, and its numbers."""
+        found = {}
+        for name, site in self.window.items():
+            for part in PARTS:
+                ((_, tensors),) = getattr(site, part).calls()
+                found |= {f"{name}.{part}.{i}": x for i, x in enumerate(tensors)}
+            found |= {f"{name}.weight.{i}": x for i, x in enumerate(site.weight_sizes)}
+        (transfer,) = self.transfers
+        return found, transfer.numbers()
+
+
+def measure_samples(asked: argparse.Namespace) -> dict[str, Any]:
+    """What the kernel takes beside what torch takes, and what both cost.
+
+    Raises:
+        SystemExit: They are not equal.
+    """
+    native.NATIVE.need()
+    is_tiny = asked.size == "tiny"
+    shapes = [(k // 32, n // 32) if is_tiny else (k, n) for k, n in LAYERS]
+    row: dict[str, Any] = {"case": SAMPLES, "samples": 64 if is_tiny else CASES["graph"][2]}
+    taken = {}
+    for way in ("by_kernel", "by_torch"):
+        steps = Samples(row["samples"], shapes)
+        with steps.probe, without_kernel() if way == "by_torch" else contextlib.nullcontext():
+            steps.step()
+            row.setdefault("status", steps.probe._kernel.status())
+            taken[way] = steps.taken()  # with weights, as of each fifth window
+            row[way] = costs_of(steps)
+    compare(*(taken[way] for way in ("by_kernel", "by_torch")))
+    return row
+
+
+@contextlib.contextmanager
+def without_kernel() -> Iterator[None]:
+    """Have torch take all samples."""
+    here = torch.cuda.current_device() if DEVICE == "cuda" else -1
+    native.NATIVE.module.use_window_kernel(here, 0, sample_kernel.sizes())
+    try:
+        yield
+    finally:
+        sample_kernel.forget()
+
+
+def compare(of_kernel: tuple[Any, Numbers], of_torch: tuple[Any, Numbers]) -> None:
+    (found, numbers), (expected, others) = of_kernel, of_torch
+    wrong = [
+        name
+        for name, x in expected.items()
+        if not torch.equal(found[name].to(x.dtype), x)
+        or not torch.equal(found[name], x.to(found[name].dtype))
+    ]
+    for (site, name), one, other in zip(others.names, numbers.values, others.values, strict=True):
+        if not abs(one - other) <= (SLACK_OF_MEAN if name.endswith(MEAN) else 0.0):  # nor NaN
+            wrong.append(f"{site}.{name}: {one} instead of {other}")
+    if wrong or (numbers.names, numbers.parts) != (others.names, others.parts):
+        raise SystemExit(f"samples of the kernel are not those of torch: {', '.join(wrong)}")
+
+
+def costs_of(steps: Samples) -> dict[str, float]:
+    """Medians of the host's time, warm and not, and what the device does, of a sampled step."""
+    found: dict[str, float] = {}
+    for name, between in (("warm", lambda: None), ("cold", other_work)):
+        spent: dict[str, list[float]] = {}
+        parts = Parts(steps.probe)
+        for _ in range(STEPS):
+            between()
+            if DEVICE == "cuda":
+                torch.cuda.synchronize()
+            parts.begin()
+            begun = time.perf_counter()
+            steps.step()
+            parts.spent["whole"] = time.perf_counter() - begun
+            for part, seconds in parts.spent.items():
+                spent.setdefault(part, []).append(seconds)
+        parts.end()
+        found |= {f"{name}_{p}_us": statistics.median(x) * 1e6 for p, x in spent.items()}
+    if DEVICE == "cuda":
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profile:
+            for _ in range(5):  # one of them with weights
+                steps.step()
+            torch.cuda.synchronize()
+        events = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+        found["device_us"] = sum(e.device_time for e in events) / 5
+        found["launches"] = len(events) / 5
+        for event in events:
+            if "window_samples" in event.name:
+                found["longest_launch_us"] = max(
+                    found.get("longest_launch_us", 0.0), event.device_time
+                )
+    return found
+
+
+_JUNK = bytearray(64 << 20)
+
+
+def other_work() -> None:
+    """Some that leaves no code of a sampled step in caches."""
+    json.loads(json.dumps(list(range(100_000))))
+    bytes(_JUNK)
+
+
 class Thread:
     """What the thread of a watch did: for each window its times, and products that it replayed."""
 
@@ -260,7 +409,7 @@ def measure(case: str, asked: argparse.Namespace) -> dict[str, Any]:
         "overhead": statistics.median(ratios) - 1.0, "overheads": [x - 1.0 for x in ratios],
         "overhead_interval": [x - 1.0 for x in interval_of(ratios)],
         "is_95_percent_interval": len(ratios) >= FEWEST,  # else the range of the rounds
-        "library": str(native.status()),
+        "library": str(native.status()), "kernel": probe._kernel.status(),
         "step_ms": statistics.median(plain_ms), "thread_beyond_block_ms": beyond_ms[1:],
         **apart, "first_windows": first, "windows": windows,
         "drift_windows": thread.windows[windows_before:],
@@ -324,6 +473,8 @@ def step_ms(training: Training) -> tuple[float, float]:
 class Parts:
     """What of the host's time a step spends on samples of both passes, on hooks, and at its end."""
 
+    NAMES = ("forward", "backward", "weights", "end")
+
     def __init__(self, probe: Any) -> None:
         self.spent: dict[str, float] = {}
         self._taking, self._probe, self._end_window = hooks.taking, probe, probe._end_window
@@ -334,7 +485,7 @@ class Parts:
             recorder.weight_gradient = self._timed("weights", hook)
 
     def begin(self) -> None:
-        self.spent = dict.fromkeys(("forward", "backward", "weights", "end"), 0.0)
+        self.spent = dict.fromkeys(self.NAMES, 0.0)
 
     def end(self) -> None:
         hooks.taking = self._taking
@@ -458,6 +609,28 @@ def quiet_lines(quiet: dict[str, Any] | None) -> list[str]:
     ]
 
 
+def sample_lines(row: dict[str, Any]) -> list[str]:
+    """What is printed of samples alone."""
+    found = [f"samples of {len(LAYERS)} layers at {row['samples']}, equal; kernel {row['status']}"]
+    for way in ("by_kernel", "by_torch"):
+        costs, words = row[way], way.replace("_", " ")
+        for state in ("warm", "cold"):
+            # No backward pass is under way: samples of both passes are told as of the forward pass.
+            whole, passes, _, weights, end = (
+                costs[f"{state}_{part}_us"] for part in ("whole", *Parts.NAMES)
+            )
+            found.append(
+                f"  {words}, {state}: {whole:.0f} us of the host, samples {passes:.0f}, hooks of "
+                f"weights {weights:.0f}, the end {end:.0f}"
+            )
+        if "device_us" in costs:
+            found.append(
+                f"  {words}: device {costs['device_us']:.0f} us, {costs['launches']:.1f} launches, "
+                f"the longest of the kernel {costs.get('longest_launch_us', 0.0):.0f} us"
+            )
+    return found
+
+
 def lines_of(row: dict[str, Any]) -> list[str]:
     """What is printed of a case."""
 
@@ -470,7 +643,7 @@ def lines_of(row: dict[str, Any]) -> list[str]:
     low, high = row["overhead_interval"]
     beyond = row["sampled_alone_host_ms"] - row["other_alone_host_ms"]
     with_thread = row["sampled_host_ms"] - row["sampled_alone_host_ms"]
-    taken = sum(row[f"part_{name}_ms"] for name in ("forward", "backward", "weights", "end"))
+    taken = sum(row[f"part_{name}_ms"] for name in Parts.NAMES)
     expected = ((row["sampled_ms"] - row["other_ms"]) / row["every"]
                 + row["other_ms"] - row["unwatched_ms"]) / row["unwatched_ms"]  # fmt: skip
     late = "" if (row["swapped_after"] or MOST_STEPS) <= BAR else f" (more than {BAR})"
@@ -490,7 +663,8 @@ def lines_of(row: dict[str, Any]) -> list[str]:
         f"  a sampled step beyond another {beyond:.3f} ms of the host: samples forward "
         f"{row['part_forward_ms']:.3f}, backward {row['part_backward_ms']:.3f}, hooks of weights "
         f"{row['part_weights_ms']:.3f}, its end {row['part_end_ms']:.3f}, the rest (its graphs) "
-        f"{beyond - taken:.3f}; with the thread {with_thread:+.3f}; library: {row['library']}",
+        f"{beyond - taken:.3f}; with the thread {with_thread:+.3f}; library: {row['library']}, "
+        f"kernel of samples: {row['kernel']}",
         f"  expected of these: {row['sampled_ms'] - row['other_ms']:.3f} ms of a sample, and "
         f"{row['other_ms'] - row['unwatched_ms']:+.4f} of every step, are {expected:.2%}",
         f"  thread: first {thread('first_windows')}; in rounds {thread('windows')}; of the drift "
@@ -502,7 +676,7 @@ def lines_of(row: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("cases", nargs="*", help=f"{', '.join(CASES)}; all of them if none")
+    parser.add_argument("cases", nargs="*", help=f"{', '.join(KNOWN)}; all of them if none")
     parser.add_argument("--model", choices=("dlrm", "wukong"), default="dlrm")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--every", type=int, default=200, help="steps between samples")
@@ -514,18 +688,19 @@ def main() -> None:
     parser.add_argument("--kernels", help="for all products, as of convert, instead of a budget")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
-    if unknown := set(asked.cases) - CASES.keys():
-        parser.error(f"no case {', '.join(unknown)}; expected some of {', '.join(CASES)}")
+    if unknown := set(asked.cases) - set(KNOWN):
+        parser.error(f"no case {', '.join(unknown)}; expected some of {', '.join(KNOWN)}")
     rows = []
-    for case in asked.cases or CASES:
+    for case in asked.cases or KNOWN:
         begun = time.perf_counter()
-        row = measure(case, asked)
+        row = measure_samples(asked) if case == SAMPLES else measure(case, asked)
         row |= {
             "device": torch.cuda.get_device_name() if DEVICE == "cuda" else DEVICE,
             "torch": torch.__version__, "took_s": round(time.perf_counter() - begun, 1),
         }  # fmt: skip
         rows.append(row)
-        print(*lines_of(row), sep="\n", flush=True)
+        lines = sample_lines if case == SAMPLES else lines_of
+        print(*lines(row), sep="\n", flush=True)
         if asked.out:
             asked.out.write_text(json.dumps(rows, indent=1) + "\n")
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+
+from tests.support import native, window_kernel
 
 ROOT = Path(__file__).resolve().parents[2]
 Load = Callable[[str], ModuleType]
@@ -39,6 +42,26 @@ def test_a_range_of_few_rounds_is_no_interval(load: Load) -> None:
     assert script.interval_words(0.01, 0.06, 6) == "95 % interval +1.00% to +6.00%"
     # Of a fair coin for each value, at most 5 % of samples have the median outside.
     assert 2 * 0.5**script.FEWEST <= 0.05 < 2 * 0.5 ** (script.FEWEST - 1)
+
+
+def test_samples_of_a_watch_are_compared(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the kernel, compiled for the CPU, and those of torch."""
+    script = load("measure_watch")
+    monkeypatch.setattr(script, "STEPS", 1)
+    asked = Namespace(size="tiny")
+    with native.in_use(), window_kernel.on_host() as launches:
+        row = script.measure_samples(asked)
+        assert launches.blocks, "no sample was taken by the kernel"
+        assert row["by_kernel"].keys() == row["by_torch"].keys()
+        assert "equal" in script.sample_lines(row)[0]
+    taken = script.Samples(64, [(8, 8)])
+    with native.in_use(), taken.probe:
+        taken.step()
+        found = taken.taken()
+    script.compare(found, found)
+    (name, x), *_ = found[0].items()
+    with pytest.raises(SystemExit, match=f"not those of torch: {name}"):
+        script.compare(({**found[0], name: x + 1}, found[1]), found)
 
 
 @pytest.mark.parametrize("name", ["measure_saved_inputs", "measure_energy"])
