@@ -25,6 +25,7 @@ TILES = (
     FastTile(192), FastTile(192, pairs=2), FastTile(256), FastTile(256, pairs=2),
     FastTile(64, pairs=2, in_turn=True), Tile(128, resident=True), Tile(256, resident=True),
     Tile(64, warpgroups=1, resident=True, blocks=2), Tile(64, warpgroups=1), Tile(128, parts=4),
+    Tile(96), Tile(96, resident=True), Tile(96, warpgroups=1, resident=True, blocks=2),
 )  # fmt: skip
 # One tile; ends of pairs, of columns and of steps; several tiles of each block; steps that the ring
 # has as many of, and one more.
@@ -147,6 +148,17 @@ def test_the_rule_tells_where_rows_start() -> None:
     assert tile_of(640, 2048, 1952, row, 1, True, H200_SMS) == PLAIN_TILE  # one tile for each SM
     assert tile_of(8192, 512, 512, row, 0, True, H200_SMS).resident
     assert tile_of(512, 512, 115200, row, 0, True, H200_SMS).parts > 1
+    for n, k, expected in (
+        (192, 512, Tile(96, warpgroups=1, resident=True, blocks=2)),
+        (288, 1024, Tile(96, resident=True)),
+        (96, 4096, Tile(96)),
+        (192, 4096, Tile(96)),
+    ):
+        assert tile_of(8192, n, k, row, 0, True, H200_SMS) == expected
+        assert tile_of(1024, n, k, row, 0, True, H200_SMS).block_n != 96  # most SMs would be idle
+    assert tile_of(32768, 192, 2048, row, 0, True, H200_SMS) == FastTile(192, pairs=2)
+    assert tile_of(8192, 480, 512, row, 0, True, H200_SMS).block_n == 128
+    assert tile_of(8192, 176, 4096, row, 2, True, H200_SMS).block_n != 96
     assert tile_of(512, 512, 115200, row, 0, False, H200_SMS).parts == 1
 
 
