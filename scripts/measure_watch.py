@@ -362,10 +362,10 @@ class Thread:
 def measure(case: str, asked: argparse.Namespace) -> dict[str, Any]:
     every, rounds, size = asked.every, asked.rounds, asked.size
     torch._dynamo.reset()
-    watched = Training(case, asked.model, size, asked.kernels)
+    watched, alone = (Training(case, asked.model, size, asked.kernels) for _ in range(2))
+    control_ms, control_other_ms = control(watched, alone)
     with watched.handle.watch(budget=BUDGET, every=2) as watch:
         thread = Thread(watch)
-        alone = Training(case, asked.model, size, asked.kernels)
         for _ in range(2):  # the first judgements may turn products off: compiled again in graphs
             for training in (watched, alone):
                 for _ in range(8):  # compiled, and captured, sampled and not
@@ -416,7 +416,7 @@ def measure(case: str, asked: argparse.Namespace) -> dict[str, Any]:
         "layers": len({event.site for event in known}),
         "alarms": sum(bool(event.moved) for event in known), "recompiled": recompiled,
         "quiet": quiet, "told_after": told, "swapped_after": swapped, "compiled_by_swap": compiled,
-        "in_bf16": watch.in_bf16,
+        "in_bf16": watch.in_bf16, "control_ms": control_ms, "control_other_ms": control_other_ms,
         "host_waits": 0 if DEVICE == "cuda" else None,  # or an error was raised
     }  # fmt: skip
 
@@ -456,6 +456,17 @@ def steps_apart(watched: Training, alone: Training, watch: DriftWatch) -> dict[s
         watch.apply(wait=True)
     parts.end()
     return {name: statistics.median(values) for name, values in found.items()}
+
+
+def control(watched: Training, alone: Training) -> tuple[float, float]:
+    """Medians of steps of both models before the watch: what differs is no cost of watching."""
+    spent: dict[Training, list[float]] = {watched: [], alone: []}
+    for place in range(APART * APART_EVERY):
+        for training, values in spent.items():
+            _, whole = step_ms(training)
+            if place >= APART_EVERY:  # before, they are compiled and captured
+                values.append(whole)
+    return statistics.median(spent[watched]), statistics.median(spent[alone])
 
 
 def step_ms(training: Training) -> tuple[float, float]:
@@ -644,8 +655,9 @@ def lines_of(row: dict[str, Any]) -> list[str]:
     beyond = row["sampled_alone_host_ms"] - row["other_alone_host_ms"]
     with_thread = row["sampled_host_ms"] - row["sampled_alone_host_ms"]
     taken = sum(row[f"part_{name}_ms"] for name in Parts.NAMES)
-    expected = ((row["sampled_ms"] - row["other_ms"]) / row["every"]
-                + row["other_ms"] - row["unwatched_ms"]) / row["unwatched_ms"]  # fmt: skip
+    of_sample, of_step = row["sampled_ms"] - row["other_ms"], row["other_ms"] - row["unwatched_ms"]
+    same = row["control_ms"] - row["control_other_ms"]  # between both models without a watch
+    expected = (of_sample / row["every"] + of_step - same) / row["unwatched_ms"]
     late = "" if (row["swapped_after"] or MOST_STEPS) <= BAR else f" (more than {BAR})"
     drift = (
         f"  drift told after {row['told_after']} steps, swapped after {row['swapped_after']}{late},"
@@ -665,8 +677,9 @@ def lines_of(row: dict[str, Any]) -> list[str]:
         f"{row['part_weights_ms']:.3f}, its end {row['part_end_ms']:.3f}, the rest (its graphs) "
         f"{beyond - taken:.3f}; with the thread {with_thread:+.3f}; library: {row['library']}, "
         f"kernel of samples: {row['kernel']}",
-        f"  expected of these: {row['sampled_ms'] - row['other_ms']:.3f} ms of a sample, and "
-        f"{row['other_ms'] - row['unwatched_ms']:+.4f} of every step, are {expected:.2%}",
+        f"  expected of these: {of_sample:.3f} ms of a sample, and {of_step:+.4f} of every step, "
+        f"{same:+.4f} without a watch, are {expected:.2%}; of samples alone "
+        f"{of_sample / row['every'] / row['unwatched_ms']:.2%}",
         f"  thread: first {thread('first_windows')}; in rounds {thread('windows')}; of the drift "
         f"{thread('drift_windows')}",
         *quiet_lines(row["quiet"]),
