@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,38 +12,29 @@ from torch import Tensor, nn
 
 from lokakern import numerics
 from lokakern.conversion import tail_chains
-from lokakern.conversion.convert import Conversion
 from lokakern.nn.block_rms_norm import BlockRMSNorm
 from lokakern.nn.crossed_forward import crossed_of
 from lokakern.nn.static_handoff import BoundedSequential
-from lokakern.selection import dispatcher
 from lokakern.selection.weight_forms import with_weight
-from tests.conversion.test_chain_spans import is_chained, line, rows
-from tests.conversion.test_chains import both
-from tests.conversion.test_tail_chains import convert
 from tests.conversion.test_tuned_chains import kept, tuned
 from tests.support import measurements
 from tests.support.chain_rows import ROW
+from tests.support.chained_models import Given, Run, chains_of, convert, is_chained, line, rows
 from tests.support.measurements import BF16, Book, accuracy, gemm, time
 from tests.support.measurements import ROW as ROUTED
 
-Run = Callable[[Any, Tensor], Tensor]
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
-class Net(nn.Module):
+class Net(Given):
     """Two blocks of a layer each, in a forward that a test gives."""
 
     def __init__(self, run: Run) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.run = run
+        super().__init__(run)
         first = line(nn.Linear(512, 1024), nn.Dropout(), nn.ReLU())
         last = line(nn.Sequential(nn.Linear(1024, 512), nn.LayerNorm(512)), nn.ReLU())
         self.blocks = nn.ModuleList([first, last])
         self.back, self.norm = nn.Linear(1024, 512).bfloat16(), nn.LayerNorm(512).bfloat16()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.run(self, x)
 
 
 def in_a_loop(net: Any, x: Tensor) -> Tensor:
@@ -62,24 +51,8 @@ def before_a_layer(net: Any, x: Tensor) -> Tensor:
     return torch.relu(net.norm(net.back(net.blocks[0](x)))) + net.blocks[1](torch.cat([x, x], 1))
 
 
-@pytest.fixture
-def book(tmp_path: Path) -> Iterator[Book]:
-    book = Book(tmp_path / "rows.sqlite")
-    yield book.write(*both({512: 20.0, 2048: 60.0}, {512: 10.0, 2048: 30.0}))
-    dispatcher.use_snapshot(None)
-
-
-@pytest.fixture(autouse=True)
-def _reset() -> None:
-    torch._dynamo.reset()
-
-
 def made(run: Run) -> Net:
     return Net(run).eval().requires_grad_(False)
-
-
-def chains_of(handle: Conversion) -> list[str]:
-    return [" ".join(s.sites_of(chain)) for s in handle.spans for chain in s.plan.chains]
 
 
 BOTH = ["blocks.0.0 blocks.1.0.0"]
@@ -92,7 +65,7 @@ BOTH = ["blocks.0.0 blocks.1.0.0"]
         (before_a_layer, ["blocks.1.0.0", "blocks.0.0 back"]),
     ],
 )  # fmt: skip
-def test_a_chain_crosses_blocks(run: Run, chains: list[str], book: Book) -> None:
+def test_a_chain_crosses_blocks(run: Run, chains: list[str], chain_book: Book) -> None:
     model, x = made(run), rows()
     plain, exact = model(x), copy.deepcopy(model).double()(x.double())
     handle = convert(model, 0.06)
@@ -109,7 +82,7 @@ def test_a_chain_crosses_blocks(run: Run, chains: list[str], book: Book) -> None
     assert all(type(x) is not BoundedSequential for x in model.modules())
 
 
-def test_one_block_is_a_chain_of_its_own(book: Book) -> None:
+def test_one_block_is_a_chain_of_its_own(chain_book: Book) -> None:
     def run(net: Any, x: Tensor) -> Tensor:
         return net.blocks[1](net.blocks[0](x) * 1.0)  # type: ignore[no-any-return]
 
@@ -119,7 +92,7 @@ def test_one_block_is_a_chain_of_its_own(book: Book) -> None:
     assert crossed_of(model) is None and is_chained(model.blocks[0])
 
 
-def test_the_modules_run_where_a_block_changed(book: Book) -> None:
+def test_the_modules_run_where_a_block_changed(chain_book: Book) -> None:
     model, x = made(in_a_loop), rows()
     plain = model(x)
     convert(model, 0.06)
@@ -142,13 +115,13 @@ def test_the_modules_run_where_a_block_changed(book: Book) -> None:
     assert not is_chained(model)
 
 
-def test_a_hook_keeps_a_block_apart(book: Book) -> None:
+def test_a_hook_keeps_a_block_apart(chain_book: Book) -> None:
     model = made(in_a_loop)
     model.blocks[1].register_forward_hook(lambda *_: None)
     assert chains_of(convert(model, 0.06)) == ["blocks.0.0", "blocks.1.0.0"]
 
 
-def test_copies_files_and_refreshes_keep_chains(book: Book) -> None:
+def test_copies_files_and_refreshes_keep_chains(chain_book: Book) -> None:
     model, x = made(in_a_loop), rows()
     handle = convert(model, 0.06)
     y, file = model(x), io.BytesIO()
@@ -161,7 +134,7 @@ def test_copies_files_and_refreshes_keep_chains(book: Book) -> None:
     assert is_chained(model) and torch.equal(model(x), y)
 
 
-def test_tuning_turns_a_chain_of_blocks_off(book: Book) -> None:
+def test_tuning_turns_a_chain_of_blocks_off(chain_book: Book) -> None:
     model = made(in_a_loop)
     found, _, _ = tuned(model, {("blocks.0.0 to blocks.1.0.0", "chain"): -30.0})
     assert kept(found) == {("chain", "blocks.0.0 to blocks.1.0.0"): False}
@@ -182,26 +155,26 @@ class Halves(nn.Module):
         return self.last(self.first(x))  # type: ignore[no-any-return]
 
 
-def test_chains_do_not_cut_blocks(book: Book) -> None:
+def test_chains_do_not_cut_blocks(chain_book: Book) -> None:
     """The last layer was not measured, so that no chain has the second block."""
     assert chains_of(convert(Halves().eval(), 0.06)) == ["first.0 first.2", "last.0"]
 
 
-def test_training_calls_blocks_as_before(book: Book) -> None:
+def test_training_calls_blocks_as_before(chain_book: Book) -> None:
     model = made(in_a_loop)
     convert(model, 0.06, inference=False)
     assert crossed_of(model) is None
 
 
 def test_static_scales_within_blocks_are_part_of_what_runs_instead(
-    book: Book, monkeypatch: pytest.MonkeyPatch
+    chain_book: Book, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, spans = Halves().eval(), []
     model.first = line(nn.Linear(512, 512), BlockRMSNorm(512, 256), nn.ReLU(), nn.Linear(512, 512))
     plan = tail_chains.plan_span
     monkeypatch.setattr(tail_chains, "plan_span", lambda x, *y: spans.append(x) or plan(x, *y))
     prepared = with_weight(gemm(512, 512, 512), ROW, measurements.H200)
-    book.write(
+    chain_book.write(
         time(BF16, prepared, 20.0), time(ROUTED, prepared, 5.0), accuracy(ROUTED, prepared, 0.04)
     )
     convert(model, 0.06)

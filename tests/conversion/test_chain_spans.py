@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,9 +28,10 @@ from lokakern.selection.weight_forms import with_weight
 from lokakern.types import ErrorBudget, Format
 from lokakern.workloads.norm_cases import norm_quantize_case
 from lokakern.workloads.suite_files import suite_from_file
-from tests.conversion.test_chains import NARROW, WIDE, both, static_rows
+from tests.conversion.test_chains import static_rows
 from tests.support import measurements
-from tests.support.chain_rows import NONE, ROW, layer_problem, plain_rows
+from tests.support.chain_rows import NARROW, NONE, ROW, WIDE, layer_problem, plain_rows
+from tests.support.chained_models import convert, is_chained, line, rows, tower
 from tests.support.conversions import H200
 from tests.support.measurements import BF16, Book, accuracy, gemm, time
 from tests.support.measurements import ROW as ROUTED
@@ -60,10 +60,6 @@ def found_in(module: nn.Module) -> list[list[FoundLayer]]:
 
 def names_of(module: nn.Module) -> list[list[str]]:
     return [[x.layer.epilogue for x in span] for span in found_in(module)]
-
-
-def line(*modules: nn.Module) -> nn.Sequential:
-    return nn.Sequential(*modules).bfloat16()
 
 
 @pytest.mark.parametrize("name", EPILOGUES)
@@ -135,26 +131,13 @@ def test_layers_with_norm_and_activation_are_layers_of_a_span() -> None:
 # --- conversions
 
 
-@pytest.fixture
-def book(tmp_path: Path) -> Iterator[Book]:
-    book = Book(tmp_path / "rows.sqlite")
-    yield book.write(*both({512: 20.0, 2048: 60.0}, {512: 10.0, 2048: 30.0}))
-    dispatcher.use_snapshot(None)
-
-
-convert = functools.partial(lokakern.convert, device=H200, distribution="X1", inference=True)
-
-
-def tower() -> nn.Sequential:
-    torch.manual_seed(0)
-    return line(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 512), nn.LayerNorm(512), nn.ReLU())
-
-
 def chain_count(handle: Conversion) -> int:
     return sum(len(span.plan.chains) for span in handle.spans)
 
 
-def test_a_conversion_tells_its_chains(book: Book, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_conversion_tells_its_chains(
+    chain_book: Book, capsys: pytest.CaptureFixture[str]
+) -> None:
     handle = convert(tower(), 0.06)
     assert "1 chain of 2 layers" in repr(handle)
     row = handle.choices[-1]
@@ -176,14 +159,14 @@ def test_a_conversion_tells_its_chains(book: Book, capsys: pytest.CaptureFixture
     ],
 )  # fmt: skip
 def test_without_a_limit_on_row_errors_there_are_no_chains(
-    book: Book, budget: object, words: str
+    chain_book: Book, budget: object, words: str
 ) -> None:
     handle = convert(tower(), budget)
     assert not handle.spans
     assert handle.explain().endswith(f"no chains: {words}")
 
 
-def test_chains_are_on_unless_they_are_turned_off(book: Book) -> None:
+def test_chains_are_on_unless_they_are_turned_off(chain_book: Book) -> None:
     on, off = (
         lokakern.convert(tower(), 0.06, device=H200, distribution="X1", inference=True, **given)
         for given in ({}, {"chains": False})
@@ -192,27 +175,27 @@ def test_chains_are_on_unless_they_are_turned_off(book: Book) -> None:
     assert off.explain().endswith("no chains: chains=False")
 
 
-def test_forced_kernels_are_no_chains(book: Book) -> None:
+def test_forced_kernels_are_no_chains(chain_book: Book) -> None:
     handle = lokakern.convert(tower(), kernels="row", device=H200, inference=True)
     assert handle.why_no_chains == "kernels were forced"
 
 
-def test_a_checked_conversion_has_no_chains(book: Book) -> None:
+def test_a_checked_conversion_has_no_chains(chain_book: Book) -> None:
     assert "check=" in convert(tower(), 0.06, check="10:4").explain()
 
 
-def test_conversions_for_training_have_no_chains(book: Book) -> None:
+def test_conversions_for_training_have_no_chains(chain_book: Book) -> None:
     handle = convert(tower(), 0.06, inference=False)
     assert not handle.spans
     assert "chain" not in handle.explain()
 
 
-def test_layers_that_are_not_converted_are_in_no_chain(book: Book) -> None:
+def test_layers_that_are_not_converted_are_in_no_chain(chain_book: Book) -> None:
     handle = convert(tower(), 0.06, skip="0")
     assert [span.sites for span in handle.spans] == [("2",)]
 
 
-def test_a_refresh_plans_again(book: Book) -> None:
+def test_a_refresh_plans_again(chain_book: Book) -> None:
     handle = convert(tower(), 0.06)
     assert chain_count(handle) == 1
     assert handle.refresh(0.06) == []
@@ -225,7 +208,7 @@ def test_a_refresh_plans_again(book: Book) -> None:
     assert not handle.spans
 
 
-def test_equal_spans_are_planned_once(book: Book, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_spans_are_planned_once(chain_book: Book, monkeypatch: pytest.MonkeyPatch) -> None:
     from lokakern.conversion import chain_spans
 
     calls = []
@@ -237,7 +220,7 @@ def test_equal_spans_are_planned_once(book: Book, monkeypatch: pytest.MonkeyPatc
     assert (chain_count(handle), len(calls)) == (3, 1)
 
 
-def test_a_suite_lists_what_chains_need(book: Book, tmp_path: Path) -> None:
+def test_a_suite_lists_what_chains_need(chain_book: Book, tmp_path: Path) -> None:
     model = line(
         nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 512), nn.LayerNorm(512), nn.ReLU(),
         nn.Linear(512, 128), nn.ReLU(),
@@ -253,20 +236,20 @@ def test_a_suite_lists_what_chains_need(book: Book, tmp_path: Path) -> None:
         assert layer_problem(layer, 512, reads, weight, NONE) in found
 
 
-def test_names_of_modules_may_be_any(book: Book) -> None:
+def test_names_of_modules_may_be_any(chain_book: Book) -> None:
     model = nn.Sequential(OrderedDict(zip("abcde", tower(), strict=True)))
     assert convert(model, 0.06).choices[-1]["site"] == "a to c"
 
 
-def test_a_layer_that_no_kernel_takes_is_in_no_chain(book: Book) -> None:
+def test_a_layer_that_no_kernel_takes_is_in_no_chain(chain_book: Book) -> None:
     model = line(nn.Linear(512, 1023), nn.ReLU(), nn.Linear(1023, 512), nn.ReLU())
     spans = convert(model, 0.06).spans
     assert [span.sites for span in spans] == [("2",)]
     assert spans[0].plan.why.startswith("not measured")
 
 
-def test_what_is_not_measured_is_told(book: Book) -> None:
-    book.write(*plain_rows(WIDE, 512, 10.0), *plain_rows(NARROW, 512, 10.0))
+def test_what_is_not_measured_is_told(chain_book: Book) -> None:
+    chain_book.write(*plain_rows(WIDE, 512, 10.0), *plain_rows(NARROW, 512, 10.0))
     dispatcher.use_snapshot(None)
     handle = convert(line(nn.Linear(24, 48), nn.ReLU()), 0.06)
     assert "0: no chain: not measured at these sizes" in handle.explain()
@@ -275,18 +258,7 @@ def test_what_is_not_measured_is_told(book: Book) -> None:
 # --- what runs
 
 
-def rows(m: int = 512) -> torch.Tensor:
-    return torch.randn(m, 512, generator=torch.Generator().manual_seed(1)).bfloat16()
-
-
-def is_chained(model: nn.Module, m: int = 512) -> bool:
-    """Whether a call runs the op of a chain."""
-    with torch.no_grad(), torch.profiler.profile() as profile:
-        model(rows(m))
-    return any(event.name == "lokakern::routed_chain" for event in profile.events())
-
-
-def test_a_chain_runs_at_m_where_it_is_faster(book: Book) -> None:
+def test_a_chain_runs_at_m_where_it_is_faster(chain_book: Book) -> None:
     model = tower()
     with torch.no_grad():
         plain = {m: model(rows(m)) for m in (512, 100)}
@@ -305,7 +277,7 @@ def test_a_chain_runs_at_m_where_it_is_faster(book: Book) -> None:
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_dropout_in_training_runs_the_layers(book: Book, is_compiled: bool) -> None:
+def test_dropout_in_training_runs_the_layers(chain_book: Book, is_compiled: bool) -> None:
     first, relu, second, norm, last = tower()
     model = nn.Sequential(
         first, nn.Identity(), relu, nn.Dropout(0.5), second, norm, last, nn.Dropout(0.5)
@@ -324,7 +296,7 @@ def test_dropout_in_training_runs_the_layers(book: Book, is_compiled: bool) -> N
         assert not is_chained(call)
 
 
-def test_a_copy_keeps_its_chains_after_an_undo(book: Book) -> None:
+def test_a_copy_keeps_its_chains_after_an_undo(chain_book: Book) -> None:
     model = tower()
     handle = convert(model, 0.06)
     twin = copy.deepcopy(model)
@@ -336,7 +308,7 @@ def test_a_copy_keeps_its_chains_after_an_undo(book: Book) -> None:
         assert torch.equal(twin(rows()), before)
 
 
-def test_a_refresh_without_chains_runs_the_layers(book: Book) -> None:
+def test_a_refresh_without_chains_runs_the_layers(chain_book: Book) -> None:
     model = tower()
     handle = convert(model, 0.06)
     handle.refresh(0.01)
@@ -345,7 +317,7 @@ def test_a_refresh_without_chains_runs_the_layers(book: Book) -> None:
     assert is_chained(model)
 
 
-def test_a_refresh_quantizes_changed_weights(book: Book) -> None:
+def test_a_refresh_quantizes_changed_weights(chain_book: Book) -> None:
     model, other = tower(), tower()
     handle = convert(model, 0.06)
     with torch.no_grad():
@@ -356,7 +328,7 @@ def test_a_refresh_quantizes_changed_weights(book: Book) -> None:
         assert torch.equal(model(rows()), other(rows()))
 
 
-def test_a_layer_with_norm_and_activation_alone_is_a_chain(book: Book) -> None:
+def test_a_layer_with_norm_and_activation_alone_is_a_chain(chain_book: Book) -> None:
     class Owner(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -374,7 +346,7 @@ def test_a_layer_with_norm_and_activation_alone_is_a_chain(book: Book) -> None:
     assert not is_chained(model)
 
 
-def test_static_scales_and_activations_hold_where_no_chain_runs(book: Book) -> None:
+def test_static_scales_and_activations_hold_where_no_chain_runs(chain_book: Book) -> None:
     # The third layer reads what a BlockRMSNorm bounds; the first two are a chain.
     model = line(*tower(), nn.Linear(512, 512), BlockRMSNorm(512, 256), nn.ReLU(),
                  nn.Linear(512, 64))  # fmt: skip
@@ -383,14 +355,14 @@ def test_static_scales_and_activations_hold_where_no_chain_runs(book: Book) -> N
         prepared = with_weight(gemm(512, n, 512), ROW, measurements.H200)
         rows_ += [time(BF16, prepared, 20.0), time(ROUTED, prepared, 5.0),
                   accuracy(ROUTED, prepared, 0.04)]  # fmt: skip
-    book.write(*rows_)
+    chain_book.write(*rows_)
     handle = convert(model, 0.06)
     assert chain_count(handle) == 1
     assert handle.handed_over == ["8"]
     assert is_chained(model)
 
 
-def test_an_activation_before_a_chain_is_not_that_of_a_quantizer(book: Book) -> None:
+def test_an_activation_before_a_chain_is_not_that_of_a_quantizer(chain_book: Book) -> None:
     """The chain begins with the layer behind the relu at m = 512, and not at m = 128."""
     model = line(nn.Linear(512, 512), nn.ReLU(), *tower())
     relu = norm_quantize_case(16, 512, "relu", "X1", Format.E4M3FN, ROW).problem
@@ -400,7 +372,7 @@ def test_an_activation_before_a_chain_is_not_that_of_a_quantizer(book: Book) -> 
         at = replace(prepared, m=m)
         rows_ += [time("cuda.activate_quantize_row", replace(relu, m=m), 1.0),
                   time(BF16, at, 30.0), time(ROUTED, at, 20.0)]  # fmt: skip
-    book.write(*rows_)
+    chain_book.write(*rows_)
     handle = convert(model, 0.06)
     assert chain_count(handle) == 1
     handoff = model._handoffs[-1]
@@ -430,8 +402,8 @@ def writes_of(model: nn.Sequential) -> list[str]:
     return [str(step.writes) for step in steps_at(model._handoffs[-1].chains[0], 512)]
 
 
-def test_a_static_scale_behind_an_affine_norm_follows_each_refresh(book: Book) -> None:
-    book.write(*static_rows())
+def test_a_static_scale_behind_an_affine_norm_follows_each_refresh(chain_book: Book) -> None:
+    chain_book.write(*static_rows())
     model = normed()
     handle = convert(model, 0.06)
     assert writes_of(model) == ["tensor", "none"]
@@ -461,8 +433,8 @@ def test_a_static_scale_behind_an_affine_norm_follows_each_refresh(book: Book) -
     assert not model[1]._load_state_dict_post_hooks
 
 
-def test_a_small_budget_and_between_have_no_static_scales(book: Book) -> None:
-    book.write(*static_rows(row_err=0.041))
+def test_a_small_budget_and_between_have_no_static_scales(chain_book: Book) -> None:
+    chain_book.write(*static_rows(row_err=0.041))
     for arguments in ({"report_or_budget": 0.049}, {"report_or_budget": 0.06, "between": False}):
         model = normed()
         convert(model, **arguments)
@@ -470,14 +442,14 @@ def test_a_small_budget_and_between_have_no_static_scales(book: Book) -> None:
         assert NORM_SCALE not in model[0]._buffers
 
 
-def test_layers_of_chains_are_not_offloaded(book: Book) -> None:
+def test_layers_of_chains_are_not_offloaded(chain_book: Book) -> None:
     model = tower()
     found = []
     for n, k in ((1024, 512), (512, 1024)):
         prepared = with_weight(gemm(512, n, k), ROW, measurements.H200)
         found += [time(BF16, prepared, 30.0), time(ROUTED, prepared, 19.0),
                   accuracy(ROUTED, prepared, 0.04)]  # fmt: skip
-    book.write(*found)
+    chain_book.write(*found)
     handle = convert(model, 0.06)
     assert chain_count(handle) == 1
     handle.offload(m_range=(512, 512))
@@ -488,7 +460,7 @@ def test_layers_of_chains_are_not_offloaded(book: Book) -> None:
     assert all(site.module.is_offloaded for site in handle.sites.values())
 
 
-def test_between_switches_chains_off(book: Book) -> None:
+def test_between_switches_chains_off(chain_book: Book) -> None:
     model = tower()
     assert convert(model, 0.06, between=False).why_no_chains == "between=False"
     assert not is_chained(model)

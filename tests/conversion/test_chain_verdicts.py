@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,8 @@ from lokakern.probe.verdicts import ClassVerdict, Verdict
 from lokakern.selection import dispatcher
 from lokakern.selection.weight_forms import with_weight
 from lokakern.types import ErrorBudget, Format, Granularity
-from tests.conversion.test_chain_spans import chain_count, convert, is_chained, line, rows, tower
-from tests.conversion.test_chains import JUDGE, NARROW, PLAIN, WIDE, both, kernels_at
+from tests.conversion.test_chain_spans import chain_count
+from tests.conversion.test_chains import JUDGE, PLAIN, kernels_at
 from tests.conversion.test_cross_sites import (
     DOWN,
     UP,
@@ -41,13 +41,17 @@ from tests.conversion.test_cross_sites import (
 )
 from tests.support.chain_rows import (
     FUSED,
+    NARROW,
     NONE,
     QUANTIZING,
     ROW,
+    WIDE,
+    both,
     layer_problem,
     layer_rows,
     plain_rows,
 )
+from tests.support.chained_models import convert, is_chained, line, rows, tower
 from tests.support.conversions import report_of
 from tests.support.measurements import BF16, H200, Book, accuracy, gemm, time
 from tests.support.measurements import ROW as ROUTED
@@ -74,17 +78,10 @@ SAFE = {"row": "safe"}
 BOTH = (output("0", SAFE), output("2", SAFE))
 
 
-@pytest.fixture
-def book(tmp_path: Path) -> Iterator[Book]:
-    book = Book(tmp_path / "rows.sqlite")
-    yield book.write(*both({512: 20.0, 2048: 60.0}, {512: 10.0, 2048: 30.0}))
-    dispatcher.use_snapshot(None)
-
-
 # --- what is chosen
 
 
-def test_a_report_plans_the_chain_of_a_budget(book: Book) -> None:
+def test_a_report_plans_the_chain_of_a_budget(chain_book: Book) -> None:
     by_budget, by_report = (convert(tower(), by) for by in (0.06, report_of(*BOTH)))
     assert by_report.why_no_chains == ""
     ((expected,), (chain,)) = (h.spans[0].plan.chains for h in (by_budget, by_report))
@@ -111,7 +108,7 @@ def test_a_report_plans_the_chain_of_a_budget(book: Book) -> None:
     ids=["unseen", "unsafe", "undecided", "dtype", "gradient", "nothing"],
 )  # fmt: skip
 def test_no_chain_over_a_layer_that_a_report_does_not_find_safe(
-    book: Book, verdict: tuple[Verdict, ...], why: str, capsys: pytest.CaptureFixture[str]
+    chain_book: Book, verdict: tuple[Verdict, ...], why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     handle = convert(tower(), report_of(BOTH[0], *verdict))
     # The layer before it is a chain of its own, whose output is bfloat16.
@@ -123,16 +120,16 @@ def test_no_chain_over_a_layer_that_a_report_does_not_find_safe(
 
 
 @pytest.mark.parametrize("by", [0.06, report_of(output("0", SAFE))], ids=["budget", "report"])
-def test_a_layer_that_a_sequence_calls_twice(book: Book, by: Any) -> None:
+def test_a_layer_that_a_sequence_calls_twice(chain_book: Book, by: Any) -> None:
     layer = Layer(512, 512, "bias+relu")
-    book.write(*layer_rows(layer, {512: 20.0}, {512: 10.0}))
+    chain_book.write(*layer_rows(layer, {512: 20.0}, {512: 10.0}))
     linear = nn.Linear(512, 512)
     handle = convert(line(linear, nn.ReLU(), linear, nn.ReLU()), by)
     assert [span.sites for span in handle.spans] == [("0", "0")]
     assert [len(chain.layers) for chain in handle.spans[0].plan.chains] == [2]
 
 
-def test_a_way_that_holds_elsewhere_is_not_safe_here(book: Book) -> None:
+def test_a_way_that_holds_elsewhere_is_not_safe_here(chain_book: Book) -> None:
     of_others = replace(BOTH[1].classes[0], architecture="sm_100")
     handle = convert(tower(), report_of(BOTH[0], replace(BOTH[1], classes=(of_others,))))
     assert "2: no chain: Probe replayed nothing in FP8 that holds on sm_90" in handle.explain()
@@ -140,26 +137,26 @@ def test_a_way_that_holds_elsewhere_is_not_safe_here(book: Book) -> None:
     assert chain_count(convert(tower(), report_of(BOTH[0], replace(BOTH[1], classes=(there,)))))
 
 
-def test_other_scales_than_those_of_the_kernels_are_no_chain(book: Book) -> None:
+def test_other_scales_than_those_of_the_kernels_are_no_chain(chain_book: Book) -> None:
     others = {"row": "unsafe", "tensor": "safe"}
     handle = convert(tower(), report_of(output("0", others), output("2", others)))
     assert "no kernel of a chain multiplies as the report finds safe (tensor)" in handle.explain()
     assert '"chain"' not in handle.suite([512])  # nothing is missing
 
 
-def test_stored_errors_count_for_fp8_outputs_alone(book: Book) -> None:
+def test_stored_errors_count_for_fp8_outputs_alone(chain_book: Book) -> None:
     # Of inputs and weights the report knows more than the database.
-    book.write(*both({512: 20.0}, {512: 10.0}, row_err=0.07))
+    chain_book.write(*both({512: 20.0}, {512: 10.0}, row_err=0.07))
     assert chain_count(convert(tower(), 0.06)) == 0
     handle = convert(tower(), report_of(*BOTH))
     chains = [chain for span in handle.spans for chain in span.plan.chains]
     assert {k for chain in chains for k in kernels_at(chain, 512)} == {QUANTIZING}
 
 
-def test_layers_need_no_stored_errors_without_fp8_outputs(book: Book) -> None:
+def test_layers_need_no_stored_errors_without_fp8_outputs(chain_book: Book) -> None:
     problem = layer_problem(NARROW, 512, NONE, ROW, NONE)
-    book.path.unlink()
-    book.write(*plain_rows(NARROW, 512, 20.0), time(QUANTIZING, problem, 10.0))
+    chain_book.path.unlink()
+    chain_book.write(*plain_rows(NARROW, 512, 20.0), time(QUANTIZING, problem, 10.0))
     for ways, count in ((None, 0), ((("row", 0.03),), 1)):
         plan = plan_span([SpanLayer(NARROW, 1e-5, PLAIN, ways=ways)], JUDGE)
         assert len(plan.chains) == count
@@ -168,13 +165,13 @@ def test_layers_need_no_stored_errors_without_fp8_outputs(book: Book) -> None:
 
 @pytest.mark.parametrize("ways", [("row", "tensor"), ("row",)], ids=" ".join)
 def test_a_static_scale_needs_a_reader_that_is_safe_with_it(
-    book: Book, ways: tuple[str, ...]
+    chain_book: Book, ways: tuple[str, ...]
 ) -> None:
     """The second layer reads a tensorwise scale by a kernel for rowwise ones."""
     layer = Layer(512, 512, "bias+block_rms(256)+relu")
     writes = layer_problem(layer, 512, NONE, ROW, TENSOR)
     reads = layer_problem(layer, 512, ROW, ROW, NONE)
-    book.write(
+    chain_book.write(
         *plain_rows(layer, 512, 20.0), time(QUANTIZING, writes, 5.0), time(FUSED, reads, 5.0),
         accuracy(QUANTIZING, writes, 0.05), accuracy(FUSED, reads, 0.04),
     )  # fmt: skip
@@ -186,13 +183,13 @@ def test_a_static_scale_needs_a_reader_that_is_safe_with_it(
     )
 
 
-def test_the_rival_is_what_the_report_runs_without_a_chain(book: Book) -> None:
+def test_the_rival_is_what_the_report_runs_without_a_chain(chain_book: Book) -> None:
     extra = []
     for n, k in ((1024, 512), (512, 1024)):
         prepared = with_weight(gemm(512, n, k), ROW, H200)
         extra += [time(BF16, prepared, 19.0), time(ROUTED, prepared, 15.0),
                   accuracy(ROUTED, prepared, 0.04)]  # fmt: skip
-    book.write(*extra)
+    chain_book.write(*extra)
     # Products by the routes; what a norm takes is unknown, and counts nothing.
     for ways, rival_us in ((SAFE, 30.0), ({"row fast": "safe"}, 38.0)):
         verdicts = [output(site, ways) for site in ("0", "2")]
@@ -208,7 +205,7 @@ def test_the_rival_is_what_the_report_runs_without_a_chain(book: Book) -> None:
 # --- what runs
 
 
-def test_refresh_undo_and_copies_work_as_with_a_budget(book: Book) -> None:
+def test_refresh_undo_and_copies_work_as_with_a_budget(chain_book: Book) -> None:
     model = tower()
     with torch.no_grad():
         plain = model(rows())
@@ -230,19 +227,19 @@ def test_refresh_undo_and_copies_work_as_with_a_budget(book: Book) -> None:
         assert torch.equal(twin(rows()), y)
 
 
-def test_chains_is_false_with_a_report_too(book: Book) -> None:
+def test_chains_is_false_with_a_report_too(chain_book: Book) -> None:
     handle = convert(tower(), report_of(*BOTH), chains=False)
     assert handle.explain().endswith("no chains: chains=False")
 
 
-def test_a_report_of_other_limits_gives_no_chains(book: Book) -> None:
+def test_a_report_of_other_limits_gives_no_chains(chain_book: Book) -> None:
     judged = [Judged(v, {}, 1) for v in BOTH]
     report = ProbeReport(judged, ErrorBudget(row_err=0.06, mean_shift=0.01), None)
     handle = convert(tower(), report)
     assert handle.why_no_chains.startswith("the budget limits row_err, mean_shift; of chains")
 
 
-def test_probe_sees_each_layer_of_a_chain(book: Book) -> None:
+def test_probe_sees_each_layer_of_a_chain(chain_book: Book) -> None:
     model = tower()
     handle = convert(model, 0.06)
     assert is_chained(model)
@@ -295,9 +292,9 @@ def test_a_model_that_was_probed_has_the_chain_of_its_budget(where: str) -> None
     ],
 )
 def test_crosses_are_judged_by_the_products_of_their_layers(
-    book: Book, down: str, up: str, sites: list[list[str]], whys: set[str]
+    chain_book: Book, down: str, up: str, sites: list[list[str]], whys: set[str]
 ) -> None:
-    book.write(
+    chain_book.write(
         *products(DOWN, same(8.0)), *products(UP, same(9.0)),
         *layer_rows(DOWN, same(9.0), same(3.0)), *layer_rows(UP, same(30.0), same(5.0)),
         *fastest_mover(),
@@ -330,7 +327,7 @@ class Forward(nn.Module):
     ("narrow", "sites"), [("safe", [("wide", "narrow")]), ("unsafe", [("wide",)])]
 )
 def test_layers_with_tails_are_judged_by_their_products(
-    book: Book, narrow: str, sites: list[tuple[str, ...]]
+    chain_book: Book, narrow: str, sites: list[tuple[str, ...]]
 ) -> None:
     report = report_of(output("wide", SAFE), output("narrow", {"row": narrow}))
     handle = convert(Forward().bfloat16().eval(), report)
@@ -380,7 +377,9 @@ def test_errors_of_layers(
 # --- frozen choices
 
 
-def test_a_saved_model_keeps_its_chains_with_frozen_choices(book: Book, tmp_path: Path) -> None:
+def test_a_saved_model_keeps_its_chains_with_frozen_choices(
+    chain_book: Book, tmp_path: Path
+) -> None:
     """A file for this machine has none for a GPU; a conversion by it has no chains, and says so."""
     model = tower()
     handle = convert(model, report_of(*BOTH))

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,9 +26,12 @@ from lokakern.selection.weight_forms import with_weight
 from lokakern.types import ErrorBudget, Granularity
 from tests.support.chain_rows import (
     FUSED,
+    NARROW,
     NONE,
     QUANTIZING,
     ROW,
+    WIDE,
+    both,
     fp8_rows,
     layer_problem,
     layer_rows,
@@ -39,26 +40,14 @@ from tests.support.chain_rows import (
 from tests.support.measurements import BF16, H200, Book, accuracy, gemm, time
 from tests.support.measurements import ROW as ROUTED
 
-WIDE = Layer(1024, 512, "bias+relu")
-NARROW = Layer(512, 1024, "bias+layer+affine+relu")
 LAST = Layer(256, 512, "bias")
 PLAIN = Route("output", "", "nothing was measured")
 JUDGE = ChainJudge(0.06, H200, ("X1",))
 BLOCK = "cuda.quantize_group+cuda.gemm_norm_block"
 
 
-@pytest.fixture
-def book(tmp_path: Path) -> Iterator[Book]:
-    yield Book(tmp_path / "rows.sqlite")
-    dispatcher.use_snapshot(None)
-
-
 def planned(*layers: Layer, judge: ChainJudge = JUDGE, route: Route = PLAIN) -> SpanPlan:
     return plan_span([SpanLayer(layer, 1e-5, route) for layer in layers], judge)
-
-
-def both(plain: dict[int, float], fp8: dict[int, float], **fields: float) -> list[Any]:
-    return [row for x in (WIDE, NARROW) for row in layer_rows(x, plain, fp8, **fields)]
 
 
 def kernels_at(chain: PlannedChain, m: int) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from lokakern.nn.cross_pattern import crosses_in
 from lokakern.nn.crossed_forward import graph_of
 from lokakern.nn.routed_matmul import dtype_of
 from lokakern.problems import make_problem
-from lokakern.selection import dispatcher
 from lokakern.selection.weight_forms import with_weight
 from lokakern.types import Format, Granularity, Operand
 from lokakern.workloads.suite_files import suite_from_file
@@ -105,12 +103,6 @@ def moved_us(tensors: int, m: int) -> float:
 
 def same(us: float) -> dict[int, float]:
     return dict.fromkeys(M, us)
-
-
-@pytest.fixture
-def book(tmp_path: Path) -> Iterator[Book]:
-    yield Book(tmp_path / "rows.sqlite")
-    dispatcher.use_snapshot(None)
 
 
 @pytest.fixture

@@ -32,8 +32,16 @@ from lokakern.selection import dispatcher
 from lokakern.types import Format, Granularity, Operand
 from lokakern.workloads.gemm_cases import prepared_weight
 from lokakern.workloads.suite_files import suite_from_file
-from tests.conversion.test_chains import NARROW, WIDE, both
-from tests.support.chain_rows import FUSED, NONE, QUANTIZING, ROW, half_errors, layer_problem
+from tests.support.chain_rows import (
+    FUSED,
+    NARROW,
+    NONE,
+    QUANTIZING,
+    ROW,
+    WIDE,
+    half_errors,
+    layer_problem,
+)
 from tests.support.conversions import H200, report_of, verdict
 from tests.support.measurements import BF16, Book, accuracy, time
 from tests.support.measurements import H200 as DEVICE
@@ -198,15 +206,6 @@ def test_what_has_no_float16_is_refused_with_the_reason(known: Book) -> None:
 
 
 # ---- chains ----
-
-
-@pytest.fixture
-def chain_book(tmp_path: Path) -> Iterator[Book]:
-    """Times and errors with bfloat16 alone, by which a chain of two layers gains."""
-    book = Book(tmp_path / "rows.sqlite")
-    book.write(*both({512: 20.0, 2048: 60.0}, {512: 10.0, 2048: 30.0})).use()
-    yield book
-    dispatcher.use_snapshot(None)
 
 
 def tower(dtype: torch.dtype = HALF) -> nn.Sequential:

@@ -27,11 +27,12 @@ from lokakern.selection.frozen import file_format
 from lokakern.selection.frozen.answers import LARGEST_M, question, spans_of_m
 from lokakern.selection.weight_forms import with_weight
 from lokakern.types import ErrorBudget, Granularity
-from tests.conversion.test_chain_spans import convert, is_chained, normed, rows, tower
+from tests.conversion.test_chain_spans import normed
 from tests.conversion.test_chain_verdicts import BOTH
-from tests.conversion.test_chains import both, static_rows
+from tests.conversion.test_chains import static_rows
 from tests.conversion.test_convert import K, N, measured, model_of
-from tests.support.chain_rows import FUSED, QUANTIZING
+from tests.support.chain_rows import FUSED, QUANTIZING, both
+from tests.support.chained_models import convert, is_chained, rows, tower
 from tests.support.conversions import report_of
 from tests.support.measurements import BF16, H200, Book, gemm, time
 from tests.support.measurements import ROW as ROW_KERNEL

@@ -34,11 +34,10 @@ from lokakern.nn.routed_matmul import kernel_at
 from lokakern.problems import make_problem
 from lokakern.selection import dispatcher
 from lokakern.selection.weight_forms import with_weight
-from tests.conversion.test_chain_spans import is_chained, tower
-from tests.conversion.test_chain_spans import rows as rows_of_tower
 from tests.conversion.test_tune import On, Script
-from tests.conversion.test_tuned_chains import book as chains  # noqa: F401  # a fixture
 from tests.conversion.test_tuned_chains import tuned as tune_chains
+from tests.support.chained_models import is_chained, tower
+from tests.support.chained_models import rows as rows_of_tower
 from tests.support.measurements import BF16, H200, ROW, Book, accuracy, gemm, time
 
 M, WIDTH = 64, 32
@@ -281,7 +280,7 @@ def test_tuning_and_files_leave_out_what_the_limit_gave_up(known: Book, tmp_path
 
 
 def test_a_chain_is_judged_beside_the_products_of_its_layers(
-    chains: Book,  # noqa: F811
+    tuning_book: Book,
     tmp_path: Path,
 ) -> None:
     model, plain = tower(), tower().double()
@@ -315,7 +314,7 @@ def test_a_chain_is_judged_beside_the_products_of_its_layers(
 
 
 def test_the_products_of_a_chain_may_be_within_a_limit_that_it_is_not(
-    chains: Book,  # noqa: F811
+    tuning_book: Book,
 ) -> None:
     model = tower()
     handle = convert(model, 0.06)
@@ -403,7 +402,7 @@ def test_ranges_of_rows_in_words(parts: Any, least_m: int, words: str) -> None:
     assert found.least_m == least_m and found.why.startswith(f"quantized at {words}")
 
 
-def test_chains_at_other_rows_are_named(chains: Book) -> None:  # noqa: F811
+def test_chains_at_other_rows_are_named(tuning_book: Book) -> None:
     model = tower()
     handle = convert(model, 0.06, m_range=(512, 2048))
     seen = [rows_of_tower(64) for _ in range(5)]
@@ -464,7 +463,7 @@ def test_a_layer_that_the_loss_calls_in_float32_is_not_judged(known: Book) -> No
     assert in_fp8(handle) == EVERY[1:]
 
 
-def test_a_chain_that_the_loss_calls_in_float32_is_refused(chains: Book) -> None:  # noqa: F811
+def test_a_chain_that_the_loss_calls_in_float32_is_refused(tuning_book: Book) -> None:
     model = tower().float()
     handle = convert(model, 0.06)
     seen = [rows_of_tower(512).float() for _ in range(4)]

@@ -4,39 +4,25 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lokakern.conversion.chain_spans import spans_of
-from lokakern.conversion.convert import Conversion
 from lokakern.nn.adoption import adopt
 from lokakern.nn.block_rms_norm import BlockRMSNorm
 from lokakern.nn.static_handoff import BoundedSequential
-from lokakern.selection import dispatcher
 from lokakern.selection.weight_forms import with_weight
-from tests.conversion.test_chain_spans import convert, is_chained, line, rows, tower
-from tests.conversion.test_chains import both
 from tests.conversion.test_tuned_chains import kept, tuned
 from tests.support import measurements
 from tests.support.chain_rows import ROW
+from tests.support.chained_models import chains_of, convert, is_chained, line, rows, tower
 from tests.support.measurements import BF16, Book, accuracy, gemm, time
 from tests.support.measurements import ROW as ROUTED
 
-
-@pytest.fixture
-def book(tmp_path: Path) -> Iterator[Book]:
-    book = Book(tmp_path / "rows.sqlite")
-    yield book.write(*both({512: 20.0, 2048: 60.0}, {512: 10.0, 2048: 30.0}))
-    dispatcher.use_snapshot(None)
-
-
-@pytest.fixture(autouse=True)
-def _reset() -> None:
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def in_blocks() -> nn.Sequential:
@@ -54,10 +40,6 @@ def behind_norms() -> nn.Sequential:
     return nn.Sequential(nn.Sequential(), blocks, last).eval()
 
 
-def chains_of(handle: Conversion) -> list[str]:
-    return [" ".join(s.sites_of(chain)) for s in handle.spans for chain in s.plan.chains]
-
-
 @torch.no_grad()
 def outputs(model: nn.Module) -> Tensor:
     y: Tensor = model(rows())
@@ -65,7 +47,7 @@ def outputs(model: nn.Module) -> Tensor:
 
 
 @pytest.mark.parametrize(("make", "chain"), [(in_blocks, "0.0 1.0"), (behind_norms, "1.0.0 1.1.2")])
-def test_a_chain_crosses_sequences(make: type[nn.Sequential], chain: str, book: Book) -> None:
+def test_a_chain_crosses_sequences(make: type[nn.Sequential], chain: str, chain_book: Book) -> None:
     model, flat = make(), tower().eval()
     plain = outputs(model)
     handle = convert(model, 0.06)
@@ -82,7 +64,7 @@ def test_a_chain_crosses_sequences(make: type[nn.Sequential], chain: str, book: 
     assert torch.equal(outputs(model), plain) and not list(model.buffers())
 
 
-def test_the_modules_run_where_an_inner_sequence_changed(book: Book) -> None:
+def test_the_modules_run_where_an_inner_sequence_changed(chain_book: Book) -> None:
     model = in_blocks()
     convert(model, 0.06)
     y = outputs(model)
@@ -104,13 +86,13 @@ def test_the_modules_run_where_an_inner_sequence_changed(book: Book) -> None:
     assert not is_chained(model) and torch.equal(outputs(model), model[1](0 * rows().repeat(1, 2)))
 
 
-def test_a_hook_keeps_a_sequence_apart(book: Book) -> None:
+def test_a_hook_keeps_a_sequence_apart(chain_book: Book) -> None:
     model = in_blocks()
     model[0].register_forward_hook(lambda *_: None)
     assert sorted(chains_of(convert(model, 0.06))) == ["0.0", "1.0"]
 
 
-def test_copies_files_and_refreshes_keep_chains(book: Book) -> None:
+def test_copies_files_and_refreshes_keep_chains(chain_book: Book) -> None:
     model = in_blocks()
     handle = convert(model, 0.06)
     y, file = outputs(model), io.BytesIO()
@@ -128,7 +110,7 @@ def test_copies_files_and_refreshes_keep_chains(book: Book) -> None:
     assert is_chained(model)
 
 
-def test_a_chain_within_an_inner_sequence_stays_there(book: Book) -> None:
+def test_a_chain_within_an_inner_sequence_stays_there(chain_book: Book) -> None:
     model = nn.Sequential(tower(), nn.ELU(), line(nn.Linear(512, 64), nn.ReLU())).eval()
     handle = convert(model, 0.06)
     assert chains_of(handle) == ["0.0 0.2"]
@@ -150,7 +132,7 @@ class Looping(nn.Module):
         return x
 
 
-def test_a_sequence_whose_children_are_called_keeps_their_chains(book: Book) -> None:
+def test_a_sequence_whose_children_are_called_keeps_their_chains(chain_book: Book) -> None:
     both, apart = Looping(is_called=True), Looping(is_called=False)
     assert chains_of(convert(both, 0.06)) == ["blocks.0.0 blocks.1.0"]
     assert sorted(chains_of(convert(apart, 0.06))) == ["blocks.0.0", "blocks.1.0"]
@@ -179,7 +161,7 @@ class Holding(nn.Module):
     ],
 )
 def test_so_does_one_in_a_container(
-    hold: Callable[[nn.Module], nn.Module], name: str, book: Book
+    hold: Callable[[nn.Module], nn.Module], name: str, chain_book: Book
 ) -> None:
     model = Holding(hold(in_blocks()), name)
     chains = sorted(chains_of(convert(model, 0.06)))
@@ -187,7 +169,7 @@ def test_so_does_one_in_a_container(
     assert is_chained(model)
 
 
-def test_layers_of_a_span_are_told_once(book: Book) -> None:
+def test_layers_of_a_span_are_told_once(chain_book: Book) -> None:
     model = in_blocks()
     adopt(model[0][0]), adopt(model[1][0])
     ((first, second),) = spans_of(model, lambda _: True)
@@ -197,7 +179,7 @@ def test_layers_of_a_span_are_told_once(book: Book) -> None:
     assert "1 chain of 2 layers" in repr(handle)
 
 
-def test_static_scales_cross_sequences_with_a_chain(book: Book) -> None:
+def test_static_scales_cross_sequences_with_a_chain(chain_book: Book) -> None:
     """The third layer reads what the norm of another block bounds."""
     last = line(nn.Linear(512, 512), BlockRMSNorm(512, 256), nn.ReLU())
     model = nn.Sequential(*in_blocks(), last, line(nn.Linear(512, 64))).eval()
@@ -206,7 +188,7 @@ def test_static_scales_cross_sequences_with_a_chain(book: Book) -> None:
         prepared = with_weight(gemm(512, n, 512), ROW, measurements.H200)
         found += [time(BF16, prepared, 20.0), time(ROUTED, prepared, 5.0),
                   accuracy(ROUTED, prepared, 0.04)]  # fmt: skip
-    book.write(*found)
+    chain_book.write(*found)
     handle = convert(model, 0.06)
     assert chains_of(handle) == ["0.0 1.0"]
     assert handle.handed_over == ["3.0"]
@@ -215,7 +197,7 @@ def test_static_scales_cross_sequences_with_a_chain(book: Book) -> None:
     assert is_chained(compiled) and torch.equal(outputs(compiled), y)
 
 
-def test_tuning_turns_a_chain_across_sequences_off(book: Book) -> None:
+def test_tuning_turns_a_chain_across_sequences_off(chain_book: Book) -> None:
     model = in_blocks()
     found, handle, _ = tuned(model, {("0.0 to 1.0", "chain"): -30.0})
     assert kept(found) == {("chain", "0.0 to 1.0"): False}

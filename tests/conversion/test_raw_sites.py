@@ -6,8 +6,7 @@ import copy
 import functools
 import inspect
 import pickle
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,7 +24,6 @@ from lokakern.errors import UnknownNameError, UnsupportedError
 from lokakern.functional import checks
 from lokakern.nn.linear import Linear
 from lokakern.nn.raw_product import CHILD, products_of
-from lokakern.selection import dispatcher
 from lokakern.workloads.gemm_gradient_cases import grad_weight_case
 from tests.support.conversions import H200, report_of, rows_of
 from tests.support.measurements import Book
@@ -113,12 +111,6 @@ def passed(model: nn.Module, x: Tensor) -> list[Tensor]:
 
 def same(found: list[Tensor], expected: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-@pytest.fixture
-def book(tmp_path: Path) -> Iterator[Book]:
-    yield Book(tmp_path / "rows.sqlite")
-    dispatcher.use_snapshot(None)
 
 
 def measured(n: int, k: int, is_turned: bool, errors: bool = True) -> list[Any]:

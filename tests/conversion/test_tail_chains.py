@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import functools
 import io
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,36 +11,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import lokakern
 from lokakern.conversion.convert import Conversion
 from lokakern.conversion.tail_chains import TailSpan
 from lokakern.nn import tail
 from lokakern.nn.block_rms_norm import BlockRMSNorm
 from lokakern.nn.crossed_forward import crossed_of, remove_crosses, set_crosses
 from lokakern.nn.tail import Tail
-from lokakern.selection import dispatcher
-from tests.conversion.test_chains import both
-from tests.support.conversions import H200
+from tests.support.chained_models import Given, Run, convert, rows
 from tests.support.measurements import Book
 
-M = {512: 20.0, 2048: 60.0}
-convert = functools.partial(lokakern.convert, device=H200, distribution="X1", inference=True)
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
-class Net(nn.Module):
+class Net(Given):
     """Two layers with tails, in a forward that a test gives."""
 
-    def __init__(self, run: Callable[[Any, Tensor], Tensor]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.run = run
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
         self.wide, self.narrow = nn.Linear(512, 1024), nn.Linear(1024, 512)
         self.norm, self.relu = nn.LayerNorm(512), nn.ReLU()
         nn.init.normal_(self.norm.weight)
         nn.init.normal_(self.norm.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.run(self, x)
 
 
 def by_modules(net: Any, x: Tensor) -> Tensor:
@@ -71,18 +59,7 @@ def in_a_residual(net: Any, x: Tensor) -> Tensor:
     return x + net.relu(net.norm(net.narrow(y))) * 2.0
 
 
-@pytest.fixture
-def book(tmp_path: Path) -> Iterator[Book]:
-    yield Book(tmp_path / "rows.sqlite").write(*both(M, {m: us / 2 for m, us in M.items()}))
-    dispatcher.use_snapshot(None)
-
-
-@pytest.fixture(autouse=True)
-def _reset() -> None:
-    torch._dynamo.reset()
-
-
-def made(run: Callable[[Any, Tensor], Tensor] = by_modules, kind: type[Net] = Net) -> Net:
+def made(run: Run = by_modules, kind: type[Net] = Net) -> Net:
     return kind(run).bfloat16().eval().requires_grad_(False)
 
 
@@ -118,10 +95,6 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return found
 
 
-def rows(m: int = 512) -> Tensor:
-    return torch.randn(m, 512, generator=torch.Generator().manual_seed(1)).bfloat16()
-
-
 def error(found: Tensor, expected: Tensor) -> float:
     return float((found.float() - expected.float()).norm() / expected.float().norm())
 
@@ -134,7 +107,7 @@ def error(found: Tensor, expected: Tensor) -> float:
     ],
 )  # fmt: skip
 def test_tails_run_as_chains_in_eager_and_compiled_calls(
-    run: Callable[[Any, Tensor], Tensor], chains: list[str], book: Book, ran: list[bool]
+    run: Run, chains: list[str], chain_book: Book, ran: list[bool]
 ) -> None:
     model, x = made(run), rows()
     before = model(x.clone())
@@ -156,7 +129,7 @@ def test_tails_run_as_chains_in_eager_and_compiled_calls(
     assert torch.equal(model(x.clone()), before) and "forward" not in vars(model)
 
 
-def test_the_modules_run_where_a_chain_does_not_hold(book: Book, ran: list[bool]) -> None:
+def test_the_modules_run_where_a_chain_does_not_hold(chain_book: Book, ran: list[bool]) -> None:
     model, x = made(), rows()
     convert(model, 0.06)
     chained = model(x)
@@ -181,7 +154,7 @@ def test_the_modules_run_where_a_chain_does_not_hold(book: Book, ran: list[bool]
     assert error(model(x), chained) > 0.1
 
 
-def test_a_norm_of_blocks_is_a_tail(book: Book) -> None:
+def test_a_norm_of_blocks_is_a_tail(chain_book: Book) -> None:
     model = made()
     model.norm = BlockRMSNorm(512, 128)  # type: ignore[assignment]
     handle = convert(model, 0.06)
@@ -190,7 +163,7 @@ def test_a_norm_of_blocks_is_a_tail(book: Book) -> None:
     assert chains_of(handle) == ["wide"]  # of blocks nothing was measured
 
 
-def test_other_calls_are_no_tails(book: Book) -> None:
+def test_other_calls_are_no_tails(chain_book: Book) -> None:
     def twice(net: Any, x: Tensor) -> Tensor:
         return F.relu(net.wide(x)) + net.relu(net.wide(2 * x))
 
@@ -216,7 +189,9 @@ def test_other_calls_are_no_tails(book: Book) -> None:
     assert not chains_of(convert(made(), 0.06, chains=False))
 
 
-def test_copies_and_files_keep_chains_and_changes_end_them(book: Book, ran: list[bool]) -> None:
+def test_copies_and_files_keep_chains_and_changes_end_them(
+    chain_book: Book, ran: list[bool]
+) -> None:
     model, x = made(by_functions), rows()
     convert(model, 0.06)
     y = model(x.clone())
@@ -235,7 +210,7 @@ def test_copies_and_files_keep_chains_and_changes_end_them(book: Book, ran: list
 
 @pytest.mark.parametrize("run", [by_modules, apart])
 def test_tuning_turns_chains_off_in_a_forward_that_stays(
-    run: Callable[[Any, Tensor], Tensor], book: Book, ran: list[bool]
+    run: Run, chain_book: Book, ran: list[bool]
 ) -> None:
     model, x = made(run), rows()
     handle = convert(model, 0.06)
@@ -251,7 +226,7 @@ def test_tuning_turns_chains_off_in_a_forward_that_stays(
     assert ran == [True] * (1 + (run is apart))
 
 
-def test_what_is_written_between_keeps_layers_apart(book: Book) -> None:
+def test_what_is_written_between_keeps_layers_apart(chain_book: Book) -> None:
     def run(net: Any, x: Tensor) -> Tensor:
         seen = x * 1.0
         y = net.relu(net.wide(x))
@@ -261,7 +236,7 @@ def test_what_is_written_between_keeps_layers_apart(book: Book) -> None:
     assert chains_of(convert(made(run), 0.06)) == ["wide", "narrow"]
 
 
-def test_rows_of_nothing_and_what_is_not_measured_is_told(book: Book) -> None:
+def test_rows_of_nothing_and_what_is_not_measured_is_told(chain_book: Book) -> None:
     model = made()
     model.wide, model.narrow = nn.Linear(512, 96), nn.Linear(96, 512)
     handle = convert(model.bfloat16(), 0.06)
@@ -270,7 +245,7 @@ def test_rows_of_nothing_and_what_is_not_measured_is_told(book: Book) -> None:
     assert model(rows(0)).shape == (0, 512)
 
 
-def test_layers_drop_their_own_weights_beside_one_that_was_replaced(book: Book) -> None:
+def test_layers_drop_their_own_weights_beside_one_that_was_replaced(chain_book: Book) -> None:
     model = made()
     convert(model, 0.06)
     (found,) = crossed_of(model).tails  # type: ignore[union-attr]
@@ -297,7 +272,7 @@ class InDict(nn.Module):
         return F.relu(self.layers["narrow"](F.relu(self.layers["wide"](x))))
 
 
-def test_layers_of_a_dict_are_found(book: Book, ran: list[bool]) -> None:
+def test_layers_of_a_dict_are_found(chain_book: Book, ran: list[bool]) -> None:
     model, x = InDict().eval(), rows()
     assert chains_of(convert(model, 0.06)) == ["layers.wide"]
     model(x)
@@ -307,7 +282,9 @@ def test_layers_of_a_dict_are_found(book: Book, ran: list[bool]) -> None:
     assert ran == [True]
 
 
-def test_another_forward_of_the_class_runs(book: Book, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_forward_of_the_class_runs(
+    chain_book: Book, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Plain(Net):
         def forward(self, x: Tensor) -> Tensor:
             return by_modules(self, x)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,31 +17,13 @@ from lokakern.conversion.tune import Tuning, tune
 from lokakern.errors import ChoicesError
 from lokakern.nn.linear import CHAIN_DATA
 from lokakern.nn.routed_matmul import kernel_at
-from lokakern.selection import dispatcher
-from lokakern.selection.weight_forms import with_weight
-from tests.conversion.test_chain_spans import convert, is_chained, rows, tower
-from tests.conversion.test_chains import NARROW, WIDE, both
 from tests.conversion.test_tune import On, Script
-from tests.support.chain_rows import ROW
-from tests.support.measurements import BF16, H200, Book, accuracy, gemm, time
-from tests.support.measurements import ROW as ROUTED
+from tests.support.chained_models import convert, is_chained, rows, tower
+from tests.support.measurements import Book
 
 CHAIN = ("0 to 2", "chain")
 FIRST, SECOND = ("0", "output"), ("2", "output")
 M = 512
-
-
-@pytest.fixture
-def book(tmp_path: Path) -> Iterator[Book]:
-    """Chains are faster than routes, which are faster than bf16."""
-    found = both({512: 20.0, 2048: 60.0}, {512: 5.0, 2048: 15.0})
-    for place, layer in enumerate((WIDE, NARROW)):
-        for m in (512, 2048):
-            problem = with_weight(gemm(m, layer.n, layer.k), ROW, H200)
-            found += [time(BF16, problem, 19.0), time(ROUTED, problem, 16.0 + place)]
-        found.append(accuracy(ROUTED, problem, 0.04))
-    yield Book(tmp_path / "rows.sqlite").write(*found)
-    dispatcher.use_snapshot(None)
 
 
 class ChainScript(Script):
@@ -80,7 +62,7 @@ def kept(found: Tuning) -> dict[tuple[str, ...], bool]:
     return {(t.group.gemm, *t.group.sites): t.is_kept for t in found.groups}
 
 
-def test_a_chain_that_gains_is_kept_and_its_products_are_not_tried(book: Book) -> None:
+def test_a_chain_that_gains_is_kept_and_its_products_are_not_tried(tuning_book: Book) -> None:
     model = tower()
     found, _, script = tuned(model, {CHAIN: 30.0, FIRST: -5.0, SECOND: 5.0})
     assert found.groups[0].group.gemm == "chain"
@@ -96,7 +78,7 @@ def test_a_chain_that_gains_is_kept_and_its_products_are_not_tried(book: Book) -
     assert found.groups[0].group.predicted_us == pytest.approx(33.0 - 12.0)
 
 
-def test_a_chain_that_loses_is_off_and_its_products_are_tried(book: Book) -> None:
+def test_a_chain_that_loses_is_off_and_its_products_are_tried(tuning_book: Book) -> None:
     model = tower()
     found, handle, _ = tuned(model, {CHAIN: -30.0, FIRST: -5.0, SECOND: 5.0})
     assert kept(found) == {
@@ -111,7 +93,7 @@ def test_a_chain_that_loses_is_off_and_its_products_are_tried(book: Book) -> Non
     assert is_chained(model)
 
 
-def test_without_any_gain_the_model_is_the_unconverted_one(book: Book) -> None:
+def test_without_any_gain_the_model_is_the_unconverted_one(tuning_book: Book) -> None:
     model = tower()
     with torch.no_grad():
         plain = model(rows(M))
@@ -120,7 +102,7 @@ def test_without_any_gain_the_model_is_the_unconverted_one(book: Book) -> None:
         assert torch.equal(model(rows(M)), plain)
 
 
-def test_equal_chains_are_one_group(book: Book) -> None:
+def test_equal_chains_are_one_group(tuning_book: Book) -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -137,7 +119,7 @@ def test_equal_chains_are_one_group(book: Book) -> None:
     assert not handle.off_chains
 
 
-def test_chains_that_the_step_does_not_run_are_no_groups(book: Book) -> None:
+def test_chains_that_the_step_does_not_run_are_no_groups(tuning_book: Book) -> None:
     handle = convert(tower(), 0.06)
     script = ChainScript(handle, lambda _: 100.0)
 
@@ -158,7 +140,7 @@ def saved(path: Path, gains_us: dict[tuple[str, str], float]) -> Path:
 
 @pytest.mark.parametrize(("gain", "is_on"), [(30.0, True), (-30.0, False)])
 def test_a_file_keeps_what_became_of_chains(
-    book: Book, tmp_path: Path, gain: float, is_on: bool
+    tuning_book: Book, tmp_path: Path, gain: float, is_on: bool
 ) -> None:
     path = saved(tmp_path, {CHAIN: gain, FIRST: 1.0, SECOND: 1.0})
     model = tower()
@@ -167,7 +149,7 @@ def test_a_file_keeps_what_became_of_chains(
     assert handle.off_chains == (frozenset() if is_on else {("0", "2")})
 
 
-def test_a_file_for_another_chain_is_refused(book: Book, tmp_path: Path) -> None:
+def test_a_file_for_another_chain_is_refused(tuning_book: Book, tmp_path: Path) -> None:
     path = saved(tmp_path, {CHAIN: 30.0})
     file = tuning_file.read(path)
     other = msgspec.structs.replace(file.chains[0], plan=file.chains[0].plan + " ")
@@ -178,7 +160,7 @@ def test_a_file_for_another_chain_is_refused(book: Book, tmp_path: Path) -> None
             tuning_file.check(msgspec.structs.replace(file, chains=chains), handle, "here")
 
 
-def test_variants_keep_the_memory_of_weights(book: Book) -> None:
+def test_variants_keep_the_memory_of_weights(tuning_book: Book) -> None:
     model, seen = tower(), []
 
     def see(switch: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -209,7 +191,7 @@ def test_variants_keep_the_memory_of_weights(book: Book) -> None:
     assert len(set(seen)) == len({x[:2] for x in seen})
 
 
-def test_a_step_that_fails_leaves_chains_as_they_were(book: Book) -> None:
+def test_a_step_that_fails_leaves_chains_as_they_were(tuning_book: Book) -> None:
     model = tower()
     handle = convert(model, 0.06)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,30 +22,24 @@ from lokakern.nn.crossed_forward import crossed_of
 from lokakern.selection import dispatcher
 from lokakern.types import Format
 from lokakern.workloads.suite_files import suite_from_file
-from tests.conversion.test_chain_spans import is_chained
-from tests.conversion.test_chains import NARROW, WIDE
-from tests.conversion.test_tail_chains import convert
 from tests.conversion.test_tuned_chains import kept, tuned
-from tests.support.chain_rows import fp8_rows, layer_rows, plain_rows
+from tests.support.chain_rows import NARROW, WIDE, fp8_rows, layer_rows, plain_rows
+from tests.support.chained_models import Given, Run, convert, is_chained, rows
 from tests.support.measurements import BF16, H200, Book, gemm, time
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 PLAIN, FP8 = {512: 20.0, 2048: 60.0}, {512: 5.0, 2048: 15.0}
-Run = Callable[[Any, Tensor], Tensor]
 
 
-class Net(nn.Module):
+class Net(Given):
     """A layer with a norm, and two of an MLP, in a forward that a test gives."""
 
     def __init__(self, run: Run) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.run = run
+        super().__init__(run)
         self.fc, self.norm, self.relu = nn.Linear(512, 512), nn.LayerNorm(512), nn.ReLU()
         self.wide, self.narrow = nn.Linear(512, 1024), nn.Linear(1024, 512)
         self.sigmoid, self.shift = nn.Sigmoid(), nn.Parameter(torch.ones(512))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.run(self, x)
 
 
 def behind(net: Any, x: Tensor) -> Tensor:
@@ -108,17 +102,6 @@ PATTERNS: dict[Run, str] = {
 }
 
 
-@pytest.fixture
-def book(tmp_path: Path) -> Iterator[Book]:
-    yield Book(tmp_path / "rows.sqlite")
-    dispatcher.use_snapshot(None)
-
-
-@pytest.fixture(autouse=True)
-def _reset() -> None:
-    torch._dynamo.reset()
-
-
 def measure(book: Book, *epilogues: str, fp8: dict[int, float] = FP8) -> None:
     """Rows of layers of 512 x 512, and of their product unquantized."""
     layers = [Layer(512, 512, epilogue) for epilogue in epilogues]
@@ -132,10 +115,6 @@ def made(run: Run) -> Net:
 
 def epilogues_of(handle: Conversion) -> list[str]:
     return [x.epilogue for span in handle.spans for chain in span.plan.chains for x in chain.layers]
-
-
-def rows(m: int = 512) -> Tensor:
-    return torch.randn(m, 512, generator=torch.Generator().manual_seed(1)).bfloat16()
 
 
 @pytest.mark.parametrize("run", PATTERNS)

@@ -12,6 +12,9 @@ NONE, ROW = Granularity.NONE, Granularity.ROW
 SEPARATE = "torch.bf16+cuda.norm_quantize"
 FUSED = "cuda.gemm_norm_row"
 QUANTIZING = f"cuda.quantize_row+{FUSED}"
+# The layers of `chained_models.tower`.
+WIDE = Layer(1024, 512, "bias+relu")
+NARROW = Layer(512, 1024, "bias+layer+affine+relu")
 
 
 def layer_problem(
@@ -64,3 +67,8 @@ def layer_rows(
     for place, (m, us) in enumerate(fp8.items()):
         rows += fp8_rows(layer, m, us, is_judged=not place, **fields)
     return rows
+
+
+def both(plain: dict[int, float], fp8: dict[int, float], **fields: float) -> list[Any]:
+    """As `layer_rows`, of the two layers `WIDE` and `NARROW`."""
+    return [row for x in (WIDE, NARROW) for row in layer_rows(x, plain, fp8, **fields)]
