@@ -19,9 +19,11 @@ import hashlib
 import os
 import shlex
 import shutil
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -134,6 +136,50 @@ def _sample(items: Iterable[pytest.Item]) -> None:
         if seen[case] % every:
             item.add_marker(pytest.mark.rest)
         seen[case] += 1
+
+
+def _native_functions() -> dict[str, Any]:
+    """The C++ library of this process and its functions that calls go through; None where unused.
+
+    Tests that never import them are not made to.
+    """
+    replay = sys.modules.get("lokakern.native.replay")
+    state = {} if replay is None else vars(replay.NATIVE)
+    return {
+        name: value for name, value in state.items()
+        if name in ("module", "replay") or name.startswith("call_")
+    }  # fmt: skip
+
+
+@contextmanager
+def native_left_as_found() -> Iterator[None]:
+    """Fail where the block ends with the C++ library in use otherwise than it began."""
+    before = _native_functions()
+    yield
+    after = _native_functions()
+    changed = [name for name, value in after.items() if value is not before.get(name)]
+    if changed:
+        found = {name: before.get(name) for name in changed}
+        vars(sys.modules["lokakern.native.replay"].NATIVE).update(found)  # for the tests behind it
+        told = ", ".join(f"{name} is {after[name]!r}, was {found[name]!r}" for name in changed)
+        pytest.fail(
+            f"this test leaves the C++ library in use otherwise than it found it: {told}. "
+            "Undo patches of NATIVE inside `with native.in_use()`, not behind it",
+            pytrace=False,
+        )
+
+
+@pytest.fixture(autouse=True)
+def _native_left_as_found() -> Iterator[None]:
+    """Later tests of the process would fail, and which ones depends on the order.
+
+    Set up before and torn down behind the fixtures of a test; those of its module count as found.
+    """
+    if os.environ["LOKAKERN_NATIVE"] == "off":
+        with native_left_as_found():
+            yield
+    else:  # the first call on a GPU loads the library, for good
+        yield
 
 
 @pytest.fixture

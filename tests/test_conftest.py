@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from lokakern.native import NATIVE
 from lokakern.registry.register import KERNELS, load_kernels
 from lokakern.registry.snapshot.cells import TestResultCell
 from lokakern.registry.snapshot.loading import load_snapshot
@@ -115,6 +116,20 @@ def test_the_first_of_every_few_cases_of_a_sampled_test_is_core() -> None:
         {"m": 2},
         *({"m": m} for m in range(3)),
     ]
+
+
+def test_a_test_that_leaves_the_library_in_use_fails() -> None:
+    """And the tests behind it find the library as it did."""
+
+    def leave(**values: Any) -> None:
+        with CONFTEST["native_left_as_found"]():
+            vars(NATIVE).update(values)
+
+    leave()
+    found = dict(vars(NATIVE))
+    with pytest.raises(pytest.fail.Exception, match="call_layer is 'counted', was "):
+        leave(call_layer="counted")
+    assert vars(NATIVE) == found
 
 
 def test_each_test_counts_once() -> None:
