@@ -213,8 +213,11 @@ def copy_tree(to: Path) -> None:
 
 
 def first_failure(tree: Path, words: str = "") -> str | None:
-    """The first core test with these words in its name that fails in a tree, or None."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not rest"]
+    """The first test with these words in its name that fails in a tree, or None.
+
+    Of the core, and of the cases that the core samples.
+    """
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not rest or sample"]
     command += ["-p", "no:cacheprovider", *TESTS, "-k", words]
     environment = {name: text for name, text in os.environ.items() if name != "LOKAKERN_TESTS"}
     ran = subprocess.run(

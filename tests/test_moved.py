@@ -51,6 +51,7 @@ def test_pickles_that_name_an_old_path_load() -> None:
     assert pickle.loads(old) is Linear
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("layer", ["Linear", "LinearNormAct"])
 def test_a_layer_with_a_budget_can_be_the_first_use(layer: str) -> None:
     code = f"import lokakern; print(lokakern.{layer}(8, 8, budget=0.06))"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -26,10 +27,15 @@ def weight_of(spread: float) -> Tensor:
     return torch.logspace(0, -math.log10(spread), COLUMNS, dtype=torch.float64)
 
 
+@functools.cache
+def drawn() -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(4_000, COLUMNS, dtype=torch.float64, generator=generator)
+
+
 def measured(activation: str, weight: Tensor, bias: Tensor | None, scale: float) -> float:
     """The error of each column relative to its size, of normal rows; the root mean square."""
-    generator = torch.Generator().manual_seed(0)
-    z = torch.randn(20_000, COLUMNS, dtype=torch.float64, generator=generator) * weight
+    z = drawn() * weight
     y = FUNCTIONS[activation](z if bias is None else z + bias)
     rounded = (y / scale).float().to(torch.float8_e4m3fn).double() * scale
     errors, sizes = (rounded - y).square().mean(0), y.square().mean(0)

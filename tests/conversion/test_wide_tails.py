@@ -138,6 +138,7 @@ def test_a_residual_or_a_gate_is_a_part_of_a_chain(run: Run, book: Book) -> None
     assert torch.equal(model(x), plain) and "forward" not in vars(model)
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize("run", PATTERNS)
 def test_the_op_computes_a_dynamic_m_as_the_modules(run: Run, book: Book) -> None:
     measure(book, PATTERNS[run])

@@ -140,6 +140,7 @@ def same(found: Any, wanted: Any) -> None:
     assert all(one.dtype is other.dtype and torch.equal(one, other) for one, other in pairs)
 
 
+@pytest.mark.sample(every=2, of=("name",))
 @pytest.mark.parametrize("dynamic", [True, False])
 @pytest.mark.parametrize("name", CALLS)
 def test_a_compiled_call_is_one_graph_with_the_bits_of_the_eager_call(

@@ -399,7 +399,7 @@ def check_both_ways(name: str, x: Tensor, with_sums: bool = False) -> Tensor | N
 @pytest.mark.usefixtures("on_host")
 @pytest.mark.parametrize("source", SOURCES, ids=str)
 @pytest.mark.parametrize("name", TRANSPOSING)
-@pytest.mark.sample(every=4)
+@pytest.mark.sample(every=5)
 def test_quantize_transpose_equals_numerics(name: str, source: torch.dtype) -> None:
     for rows, columns in TILE_SIZES:
         wide = hostile(rows, columns + 9, source)

@@ -22,9 +22,11 @@ def cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOKAKERN_CACHE", str(shared_folder("compiled")))
 
 
-@pytest.mark.sample(every=3)
-@pytest.mark.parametrize("name", list(PROGRAMS))
-def test_float16_takes_no_more_of_a_multiprocessor(name: str) -> None:
+@pytest.mark.sample(every=6, of=("entry",))
+@pytest.mark.parametrize(
+    ("entry", "name"), [(x.entry, name) for name, (_, x) in PROGRAMS.items()], ids=list(PROGRAMS)
+)
+def test_float16_takes_no_more_of_a_multiprocessor(entry: str, name: str) -> None:
     """As many warps fit, nothing spills, and elements are converted in hardware."""
     plain, halved = PROGRAMS[name]
     assert plain.macros == halved.macros and plain.source != halved.source

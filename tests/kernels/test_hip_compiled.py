@@ -223,7 +223,7 @@ def check_instructions(gpu: str, number: int) -> None:
     assert other not in written
 
 
-@pytest.mark.sample(every=2, of=("gpu",))
+@pytest.mark.sample(every=5, of=("gpu",))
 @needs_clang
 @pytest.mark.parametrize(
     ("gpu", "number"), ON_GPUS, ids=[f"{gpu}-{name_of(*VARIANTS[i])}" for gpu, i in ON_GPUS]

@@ -187,6 +187,7 @@ ON_GPUS = [  # scales, by GPU: powers of two are for the one that multiplies wit
 ]
 
 
+@pytest.mark.sample(every=2)  # both GPUs remain, as below
 @pytest.mark.parametrize(("gpu", "granularity"), ON_GPUS)
 @pytest.mark.parametrize("form", [Format.BFLOAT16, Format.FLOAT32])
 def test_quantize_is_bitwise_equal_to_the_emulation(
@@ -219,6 +220,7 @@ def test_quantize_is_bitwise_equal_to_the_emulation(
         assert (data[:, columns:] == 0xA5).all(), "it writes between the rows"
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize(("gpu", "width"), [("gfx942", 128), ("gfx950", 128), ("gfx950", 32)])
 @pytest.mark.parametrize("form", [Format.BFLOAT16, Format.FLOAT32])
 def test_dequantize_rounds_once(gpu: str, width: int, form: Format, tmp_path: Path) -> None:
@@ -342,6 +344,7 @@ def macros_of(scales: str, tile: Tile = SQUARE) -> dict[str, int]:
 KINDS_ON_GPUS = [(g, s) for g in FORMATS for s in SCALES if (g, s) != ("gfx942", "mx")]
 
 
+@pytest.mark.sample(every=4)
 @pytest.mark.parametrize(("gpu", "scales"), KINDS_ON_GPUS)
 def test_scaled_gemm_is_correct(gpu: str, scales: str, tmp_path: Path) -> None:
     macros = macros_of(scales)
@@ -352,13 +355,13 @@ def test_scaled_gemm_is_correct(gpu: str, scales: str, tmp_path: Path) -> None:
         assert error <= 1.0, (m, n, k)
 
 
+@pytest.mark.sample(every=4, of=("tile",))  # 4 s each
 @pytest.mark.parametrize(
     ("gpu", "scales", "tile"),
-    [("gfx942", "group", (128, 128)), ("gfx950", "group", (128, 128)),
-     ("gfx942", "group", (32, 32)), ("gfx950", "mx", (32, 32)), ("gfx942", "group", (128, 32)),
-     ("gfx950", "mx", (128, 32)), ("gfx942", "row", (128, 64)), ("gfx942", "group", (256, 256)),
-     ("gfx942", "row", (256, 256)),
-     ("gfx950", "row", (256, 256)), ("gfx950", "group", (256, 256)), ("gfx950", "mx", (256, 256))],
+    [("gfx950", "group", (128, 128)), ("gfx942", "group", (128, 128)), ("gfx950", "mx", (32, 32)),
+     ("gfx942", "group", (32, 32)), ("gfx942", "group", (128, 32)), ("gfx950", "mx", (128, 32)),
+     ("gfx942", "row", (128, 64)), ("gfx942", "group", (256, 256)), ("gfx942", "row", (256, 256)),
+     ("gfx950", "group", (256, 256)), ("gfx950", "mx", (256, 256)), ("gfx950", "row", (256, 256))],
 )  # fmt: skip
 def test_scaled_gemm_is_correct_with_other_tiles(
     gpu: str, scales: str, tile: tuple[int, int], tmp_path: Path
@@ -393,6 +396,7 @@ def scaled_alike(codes: Tensor, scale: float, granularity: Granularity) -> Quant
     return QuantizedTensor(codes, torch.full(shape, scale), granularity)
 
 
+@pytest.mark.sample(every=2, of=("kernel", "scales"))
 @pytest.mark.parametrize(
     ("kernel", "gpu", "scales"),
     [(kernel, *where) for kernel in ("scaled_gemm", "gemm_norm") for where in KINDS_ON_GPUS
@@ -592,7 +596,7 @@ def test_gemm_norm_is_correct(gpu: str, what: str, tmp_path: Path) -> None:
             assert error.maximum <= 1.0, (m, n, k, aligned, error)
 
 
-@pytest.mark.sample(every=2, of=("gpu",))
+@pytest.mark.sample(every=3)  # each GPU, and each output
 @pytest.mark.parametrize("gpu", FORMATS)
 @pytest.mark.parametrize(("output", "n"), [(Granularity.ROW, 64), (Granularity.GROUP, 256)])
 def test_gemm_norm_quantizes_as_the_emulation_does(
@@ -629,7 +633,7 @@ def test_gemm_norm_quantizes_as_the_emulation_does(
         assert torch.equal(found.data.view(torch.uint8), exact.data.view(torch.uint8))
 
 
-@pytest.mark.sample(every=2, of=("gpu",))
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("gpu", FORMATS)
 def test_gemm_norm_applies_any_given_scale_as_the_emulation_does(gpu: str, tmp_path: Path) -> None:
     """Sums that are exact, to the byte, in a whole tile and another one."""
@@ -655,7 +659,7 @@ def test_gemm_norm_applies_any_given_scale_as_the_emulation_does(gpu: str, tmp_p
         assert torch.equal(found.data.view(torch.uint8), exact.data.view(torch.uint8)), scale
 
 
-@pytest.mark.sample(every=2, of=("gpu",))
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("gpu", FORMATS)
 def test_gemm_norm_rounds_beside_the_one_tie_that_a_short_quotient_misses(
     gpu: str, tmp_path: Path
@@ -686,7 +690,7 @@ SPECIAL = (math.nan, 1.0, -1.0, 0.0, math.inf, 2.0, -2.0, 1e-3, -math.inf, 9.0, 
            1e30, 30.0, -30.0, 60.0, -1e30, 100.0, -100.0, -60.0)  # fmt: skip
 
 
-@pytest.mark.sample(every=2, of=("gpu",))
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("gpu", FORMATS)
 def test_silu_of_a_number_does_not_depend_on_its_neighbors(gpu: str, tmp_path: Path) -> None:
     """Four share a reciprocal, among them NaN and infinities; what is below 2^-94 may be 0."""

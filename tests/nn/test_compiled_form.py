@@ -430,6 +430,7 @@ class Heads(nn.Module):
         return (parts[0] * parts[1]).flatten(1)
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("transposes", [False, True])
 def test_a_compiler_sums_where_it_reads_along_rows(transposes: bool) -> None:
     x, model = rows(48), Heads(linear(), transposes=transposes)

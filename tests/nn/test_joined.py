@@ -148,6 +148,7 @@ LAST: dict[str, Callable[[], nn.Module]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(every=2, of=("norm",))
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("norm", NORMS)
 def test_every_norm_with_every_activation(norm: str, bias: bool) -> None:

@@ -102,6 +102,7 @@ def test_taps_stay_where_no_cuda_graph_is_made_or_memory_is_short(
     assert backward.count(GRADIENT) == 2 and backward.count(GRADIENTS) == 1
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("outputs", [1, 2, 3, 4, 5, 100])
 def test_repeated_calls_are_sampled_where_memory_is_short(
     outputs: int, monkeypatch: pytest.MonkeyPatch

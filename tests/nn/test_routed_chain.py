@@ -618,8 +618,15 @@ OF_THREE = (
 )
 
 
-@pytest.mark.parametrize("is_fused", [True, False])
-@pytest.mark.parametrize("steps", [BY_ROWS, APART, OF_THREE], ids=["whole", "apart", "three"])
+@pytest.mark.parametrize(
+    ("steps", "is_fused"),
+    [
+        (BY_ROWS, True), (APART, False), (OF_THREE, True),  # 8 s each
+        *(pytest.param(steps, is_fused, marks=pytest.mark.rest)
+          for steps, is_fused in ((BY_ROWS, False), (APART, True), (OF_THREE, False))),
+    ],
+    ids=["whole-fused", "apart", "three-fused", "whole", "apart-fused", "three"],
+)  # fmt: skip
 def test_an_input_that_others_read_is_quantized_once(
     steps: tuple[ChainStep, ...], is_fused: bool
 ) -> None:

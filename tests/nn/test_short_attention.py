@@ -358,6 +358,7 @@ def test_what_is_no_such_attention_is_left(name: str) -> None:
     assert (found.double() - expected.double()).norm() < 0.01 * expected.double().norm()
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize("name", UNMATCHED)
 def test_a_training_of_another_is_left(name: str) -> None:
     model, inputs = Model(unmatched(name)), given()

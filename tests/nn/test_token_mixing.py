@@ -60,6 +60,7 @@ def mixer_of(tokens: int = 16, bias: bool = False) -> nn.Module:
     return with_whole_weights(Mixer(tokens, bias))
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("is_fused", [True, False])
 def test_a_kept_graph_gets_no_code_that_overwrites_saved_tensors(
     is_fused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

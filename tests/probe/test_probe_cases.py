@@ -26,6 +26,7 @@ def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lokakern.problems.ACCURACY_ROWS", 512)
 
 
+@pytest.mark.rest  # 10 s
 def test_safe_verdicts_hold_on_held_out_batches(cases: Any) -> None:
     """One small case of each kind, three GEMMs, three scales."""
     tally = cases.Tally()

@@ -79,6 +79,7 @@ def test_warm_steps_see_other_samples_and_both_copies_go_on_from_them(
     assert not torch.equal(start["head.0.weight"], fresh["head.0.weight"])
 
 
+@pytest.mark.rest  # 19 s
 def test_a_wrong_row_scale_is_found(script: Any) -> None:
     """Scales of every other row are 10 % too large, which no weight makes good."""
     setting = replace(SETTING, samples=256)

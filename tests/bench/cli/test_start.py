@@ -107,6 +107,7 @@ def test_a_command_freezes_nothing_where_torch_was_imported_before(
     assert "X1" in capsys.readouterr().out and gc.get_freeze_count() == before
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize("how", ["script", "words", "another module"])
 def test_importing_the_library_registers_its_ops(tmp_path: Path, how: str) -> None:
     """Also in a program called like the command, or with its words, or a package that uses it."""

@@ -79,6 +79,7 @@ def test_dispatch_imports_no_sqlalchemy(tmp_path: Path) -> None:
     assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 0
 
 
+@pytest.mark.rest  # 10 s
 def test_the_shipped_file_answers_like_its_rows(given: Rows) -> None:
     stored, rows = load_snapshot([H200_FILE]), Snapshot(given)
     assert stored.devices == rows.devices and stored.kernels == rows.kernels
