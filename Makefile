@@ -12,7 +12,7 @@
 #     TORCH=2.12.0           another torch than constraints.txt names
 #     JOBS=4                 processes that test
 #     ARGS="-k store"        for pytest
-#     PART=2/4               of test-all: the second of four parts
+#     PART=2/4               of test-all: the second of four parts; of test: this part, too
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -49,7 +49,7 @@ install: $(FOR_DEV)
 
 # CONTRIBUTING says which tests are core. Those that need a GPU run where there is one.
 test: $(FOR_DEV)
-	$(BIN)/python -m pytest -m "not rest" -n $(JOBS) --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest $(if $(PART),--core-and $(PART),-m "not rest") -n $(JOBS) --dist worksteal $(ARGS)
 
 # 5: ARGS names tests that are all in the core.
 test-all: $(FOR_DEV)

@@ -4,7 +4,8 @@ A test is in the core, which ``make test`` runs in minutes, unless it is marked 
 test-all`` runs those. ``sample(every=n, of=("name",))`` marks most cases of a parametrized test
 ``rest``: of the cases that share the values of the parameters ``of``, the first of each n stays.
 
-``--part 2/4`` keeps the second of four parts of the tests, drawn by their names.
+``--part 2/4`` keeps the second of four parts of the tests, drawn by their names; ``--core-and 2/4``
+keeps the core and that part of the rest, in one run.
 
 ``--keep-screenshots`` keeps how pages look now, where they are compared with kept pictures.
 
@@ -57,6 +58,9 @@ _FOLDER = pytest.StashKey[Path]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", metavar="N/OF", help="only the Nth of so many parts of the tests")
+    parser.addoption(
+        "--core-and", metavar="N/OF", help="only the core, and the Nth of so many parts of the rest"
+    )
     parser.addoption(
         "--evidence", metavar="FILE", help="database that gets this GPU run's result of each kernel"
     )
@@ -118,20 +122,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _keep_part(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect the tests of other parts."""
-    part = config.getoption("part")
-    if not part:
-        return
-    place, _, count = part.partition("/")
-    if not (place.isdecimal() and count.isdecimal() and 1 <= int(place) <= int(count)):
-        raise pytest.UsageError(f"--part is {part!r}; expected such as 2/4")
-
-    def part_of(item: pytest.Item) -> int:
-        digest = hashlib.sha256(item.nodeid.encode()).digest()
-        return int.from_bytes(digest[:8], "big") % int(count) + 1
-
-    others = [item for item in items if part_of(item) != int(place)]
-    items[:] = [item for item in items if part_of(item) == int(place)]
-    config.hook.pytest_deselected(items=others)
+    for option in ("part", "core_and"):
+        part = config.getoption(option)
+        if not part:
+            continue
+        place, _, count = part.partition("/")
+        if not (place.isdecimal() and count.isdecimal() and 1 <= int(place) <= int(count)):
+            name = f"--{option.replace('_', '-')}"
+            raise pytest.UsageError(f"{name} is {part!r}; expected such as 2/4")
+        kept: list[pytest.Item] = []
+        others: list[pytest.Item] = []
+        for item in items:
+            digest = hashlib.sha256(item.nodeid.encode()).digest()
+            is_kept = int.from_bytes(digest[:8], "big") % int(count) + 1 == int(place)
+            if option == "core_and":
+                is_kept |= item.get_closest_marker("rest") is None
+            (kept if is_kept else others).append(item)
+        items[:] = kept
+        config.hook.pytest_deselected(items=others)
 
 
 def _sample(items: Iterable[pytest.Item]) -> None:

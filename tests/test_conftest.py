@@ -316,20 +316,26 @@ def test_parts_are_disjoint_and_complete() -> None:
         def __init__(self, nodeid: str) -> None:
             self.nodeid = nodeid
 
-    def names_of(part: str, given: list[str]) -> set[str]:
+        def get_closest_marker(self, name: str) -> Any:
+            return True if name == "rest" and self.nodeid in rest else None
+
+    def names_of(part: str, given: list[str], option: str = "part") -> set[str]:
         gone: list[Any] = []
         hook = SimpleNamespace(pytest_deselected=lambda items: gone.extend(items))
-        config = SimpleNamespace(getoption=lambda _: part, hook=hook)
+        config = SimpleNamespace(getoption={option: part}.get, hook=hook)
         items = [Item(name) for name in given]
         CONFTEST["_keep_part"](config, items)
         assert {x.nodeid for x in (*items, *gone)} == set(given)
         return {x.nodeid for x in items}
 
     names = [f"tests/test_a.py::test_{i}" for i in range(400)]
+    rest = set(names[::3])
     parts = [names_of(f"{i}/4", names) for i in (1, 2, 3, 4)]
     assert set.union(*parts) == set(names) and sum(map(len, parts)) == len(names)
     assert min(map(len, parts)) > 70
     assert names_of("2/4", names[::-1]) == parts[1] and names_of("", names) == set(names)
+    assert names_of("2/4", names, "core_and") == (set(names) - rest) | (parts[1] & rest)
     for wrong in ("0/4", "5/4", "2", "a/4", "1/0"):
-        with pytest.raises(pytest.UsageError, match="expected such as 2/4"):
-            names_of(wrong, names)
+        for option, name in (("part", "--part"), ("core_and", "--core-and")):
+            with pytest.raises(pytest.UsageError, match=f"{name} is .* expected such as 2/4"):
+                names_of(wrong, names, option)
