@@ -301,7 +301,7 @@ def tensors(types: Types) -> Iterator[tuple[str, Program]]:
 
 
 CHECKED = Path(__file__).with_name("checked_programs.json")
-AGAIN = 8  # one of so many that were checked before
+AGAIN = 16  # one of so many that were checked before
 ALL = cases()
 
 
