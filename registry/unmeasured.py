@@ -1,4 +1,4 @@
-"""What nobody has measured yet, though a machine could.
+"""What nobody has measured yet, or not by all tests, though a machine could.
 
 It is said here, and not where a kernel is registered, when that would change the digests of others
 in the same file, and so make their measurements stale. An entry goes with its first measurement.
@@ -26,8 +26,8 @@ _TILES_OF_96 = (
     "timed and tested on an NVIDIA H200 with its tiles of 96 columns, but not by all tests of "
     "tests/kernels/test_kernels.py"
 )
-# Kernels that are new, by kernel and architecture: the reason. They need neither a time nor a test
-# result there; an entry goes when the kernel was timed and tested.
+# Kernels that are new, or have new parts, by kernel and architecture: the reason. They need neither
+# a time nor a test result there; an entry goes when the kernel was timed and tested.
 NEW_KERNELS: dict[tuple[str, str], str] = {
     ("cuda.quantize_long_row_power_of_two", "sm_90"): "tested on an NVIDIA H200, not timed",
     ("cuda.scaled_gemm_tensor_fast", "sm_90"): _TILES_OF_96,

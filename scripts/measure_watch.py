@@ -257,6 +257,8 @@ def measure_samples(asked: argparse.Namespace) -> dict[str, Any]:
         with steps.probe, without_kernel() if way == "by_torch" else contextlib.nullcontext():
             steps.step()
             row.setdefault("status", steps.probe._kernel.status())
+            if DEVICE == "cuda" and row["status"] != "loaded":
+                raise SystemExit(f"the kernel of samples is not there: {row['status']}")
             taken[way] = steps.taken()  # with weights, as of each fifth window
             row[way] = costs_of(steps)
     compare(*(taken[way] for way in ("by_kernel", "by_torch")))

@@ -95,22 +95,32 @@ class Rivals:
 
     def __init__(self, judge: ChainJudge) -> None:
         self._judge = judge
-        self._known: dict[tuple[SpanLayer, int], tuple[float, float] | None] = {}
+        self._known: dict[tuple[SpanLayer, int, float], tuple[float, float] | None] = {}
 
     def measured_m(self, layer: Layer) -> list[int]:
         """The m at which the unquantized layer was measured."""
         return sorted({m for candidate in self._separate(layer) for m in candidate.times})
 
-    def at(self, x: SpanLayer, m: int) -> tuple[float, float] | None:
-        """Time of a layer without a chain, and half of its interval; None if unknown."""
-        key = x, m
+    def at(
+        self, x: SpanLayer, m: int, reader: SpanLayer | None = None
+    ) -> tuple[float, float] | None:
+        """Time of a layer without a chain, and half of its interval; None if unknown.
+
+        Args:
+            x: The layer.
+            m: Rows.
+            reader: The next layer of the span, if there is one.
+        """
+        activation = 0.0 if reader is None else self._us_of_activation(x, reader, m)
+        key = x, m, activation
         if key not in self._known:
             plain = min(_times(self._separate(x.layer), m), default=None, key=_us)
             known: list[tuple[float, float]] = []
             if is_pointwise(x.layer):
                 known = list(self._pointwise(x, m))
             elif plain is not None:
-                known = list(self._by_route(x, m, plain))
+                routed = self._by_route(x, m, plain)
+                known = [(us + activation, margin) for us, margin in routed]
                 # A kernel for nothing but a bias would be slower than the product alone.
                 if not is_product(x.layer):
                     known.append((plain.gpu_us, plain.margin_us))
@@ -119,16 +129,12 @@ class Rivals:
             self._known[key] = min(known, default=None)
         return self._known[key]
 
-    def us_of_activation(self, x: SpanLayer, reader: SpanLayer, m: int) -> float:
-        """What a kernel for the activation of a layer without a norm takes, at least.
+    def _us_of_activation(self, x: SpanLayer, reader: SpanLayer, m: int) -> float:
+        """What a kernel for the activation takes that follows a product by its route, at least.
 
-        It reads and writes the output, no faster than the fastest kernel that was ever timed.
-        Libraries' products apply relu, and a quantizer of the next layer may apply any.
-
-        Args:
-            x: The layer.
-            reader: The next one.
-            m: Rows.
+        It reads and writes the output, no faster than the fastest kernel that was ever timed. A
+        product of torch.compile (but for templates of max-autotune) applies relu, and the kernel
+        that quantizes for the next layer may apply any.
         """
         form = norm_form(x.layer.epilogue)
         is_free = form.last in ("none", "relu") or form.norm.kind != "none" or bool(form.beside)

@@ -28,7 +28,7 @@ from lokakern.conversion.static_rounding import added_error
 from lokakern.nn.activations import activation_of
 from lokakern.nn.autocast import HALF
 from lokakern.nn.block_rms_norm import BlockRMSNorm
-from lokakern.nn.chain_call import are_same
+from lokakern.nn.chain_call import are_same, is_plain_call
 from lokakern.nn.linear import LINEARS, Linear
 from lokakern.nn.linear_norm_act import LinearNormAct
 from lokakern.nn.static_handoff import (
@@ -178,10 +178,11 @@ def layer_at(modules: list[nn.Module], place: int) -> FoundLayer | None:
             (x, place + 1) for place, x in enumerate(modules)
             if place >= stop and not passes_on(x, in_call=False)
         ]  # fmt: skip
-        own = _norm_of(following[0][0], columns, dtype) if following else None
+        is_plain = bool(following) and is_plain_call(following[0][0])
+        own = _norm_of(following[0][0], columns, dtype) if is_plain else None
         if own is not None:
             (module, stop), norm = following.pop(0), own
-        if following and activation_of(following[0][0]):
+        if following and activation_of(following[0][0]) and is_plain_call(following[0][0]):
             activation, stop = activation_of(following[0][0]), following[0][1]
     is_affine = any(getattr(module, name, None) is not None for name in ("weight", "bias"))
     form = NormForm(norm, linear.bias is not None, affine=is_affine, last=activation)

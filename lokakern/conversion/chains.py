@@ -404,13 +404,18 @@ class _Search:
     # ---- what was measured
 
     def as_measured(self, x: SpanLayer) -> SpanLayer:
-        """The layer, or without times of it the same with, or without, a bias, if that has some.
+        """The layer, or without times of it one that is much alike and has some.
 
-        Suites rarely hold both, and a bias changes times by little, errors not at all.
+        That is the same with, or without, a bias, which changes times by little, errors not at all,
+        and for GELU by tanh the one that is not, which takes a little longer. Suites rarely hold
+        both.
         """
-        alike = x.layer._replace(epilogue=_with_other_bias(x.layer.epilogue))
-        measured = self._rivals.measured_m
-        return x if measured(x.layer) or not measured(alike) else x._replace(layer=alike)
+        own = x.layer.epilogue
+        usual = own.replace("gelu_tanh", "gelu")
+        alike = own, _with_other_bias(own), usual, _with_other_bias(usual)
+        layers = (x.layer._replace(epilogue=epilogue) for epilogue in alike)
+        found = next((layer for layer in layers if self._rivals.measured_m(layer)), x.layer)
+        return x._replace(layer=found)
 
     def measured_m(self, x: SpanLayer) -> list[int]:
         """The m at which the unquantized layer was measured."""
@@ -526,11 +531,8 @@ class _Search:
 
     def _rival(self, place: int, m: int) -> tuple[float, float] | None:
         """Time of a layer without a chain, and half of its interval; None if unknown."""
-        x, known = self._span[place], self._rivals.at(self._span[place], m)
-        if known is None or place + 1 == len(self._span):
-            return known
-        us, margin = known
-        return us + self._rivals.us_of_activation(x, self._span[place + 1], m), margin
+        reader = self._span[place + 1] if place + 1 < len(self._span) else None
+        return self._rivals.at(self._span[place], m, reader)
 
     def _chain_at(self, start: int, stop: int, m: int, weights: Weights) -> TimedChain | None:
         rivals = [self._rival(place, m) for place in range(start, stop)]

@@ -255,7 +255,11 @@ class DriftWatch:
             self._kernels, self._report, self._budget, lambda: set(tuple(self._off))
         )  # fmt: skip
         self._probe = probe
-        self._probe.start()
+        try:
+            self._probe.start()
+        except BaseException:
+            self.stop(wait=False)
+            raise
 
     def stop(self, wait: bool = True) -> None:
         """Watch no more; products stay as they are. With ``wait``, judge what was handed over."""

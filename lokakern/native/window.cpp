@@ -478,7 +478,11 @@ std::vector<double> WindowNumbers::compute(uint64_t event) const {
     const auto wait = [&] {
       return call_driver("cuEventSynchronize", reinterpret_cast<void*>(event));
     };
-    if (const int failed = in_context(device_, wait))
+    constexpr int kRelaxed = 2;  // CUstreamCaptureMode: what others capture meanwhile goes on
+    const int mode = exchange_capture_mode(kRelaxed);
+    const int failed = in_context(device_, wait);
+    exchange_capture_mode(mode);
+    if (failed)
       throw LaunchFailure("waiting for a window: " + error_text(failed));
   }
   const float* const values = values_.defined() ? values_.const_data_ptr<float>() : nullptr;

@@ -98,10 +98,10 @@ class WindowNumbers {
                 const std::vector<InPass>& in_passes,
                 const std::vector<std::vector<at::Tensor>>& weights, const WindowLimits& limits);
 
-  // Waits for an event of CUDA behind the window, if one is given: in octaves, the spread of rows of operands, of rows of weights,
-  // of columns of both, and of elements of operands; and of operands the shares of rows that are not
-  // finite, the means over deviations, in octaves, and, no numbers of the window, the shares once
-  // more and how many rows were sampled.
+  // Waits for an event of CUDA behind the window, if one is given: in octaves, the spread of rows of
+  // operands, of rows of weights, of columns of both, and of elements of operands; and of operands
+  // the shares of rows that are not finite, the means over deviations, in octaves, and, no numbers of
+  // the window, the shares once more and how many rows were sampled.
   std::vector<double> compute(uint64_t event) const;
 
  private:

@@ -54,6 +54,7 @@ _READS: dict[type[nn.Module], tuple[str, ...]] = {
     nn.RMSNorm: ("normalized_shape", "eps", "weight"),
     BlockRMSNorm: ("norm_name", "columns", "eps"),
     nn.Dropout: ("training",),
+    nn.GELU: ("approximate",),
 }  # fmt: skip
 _OPERAND, _BYTES = True, False  # kinds of operands of a recipe; None: the module has none
 

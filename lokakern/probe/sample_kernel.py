@@ -9,11 +9,12 @@ import torch
 
 from lokakern import nvrtc
 from lokakern.device import current_device
-from lokakern.errors import LokakernError, UnsupportedError
+from lokakern.errors import UnsupportedError
 from lokakern.native import NATIVE
 
 _LOG = logging.getLogger(__name__)
 _LOADED: set[int] = set()  # GPUs, for good
+_FAILED: dict[int, str] = {}  # by GPU, why its launch failed: torch takes its samples from then on
 FIRST_ARCHITECTURE = 90
 
 
@@ -26,7 +27,8 @@ class SampleKernel:
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self.reasons: dict[int, str] = {}
-        self._waiting = {device.index or 0 for device in devices if device.type == "cuda"}
+        self._devices = {device.index or 0 for device in devices if device.type == "cuda"}
+        self._waiting = set(self._devices)
         self._code: dict[int, bytes] = {}
 
     def compile(self) -> None:
@@ -34,26 +36,29 @@ class SampleKernel:
         for index in sorted(self._waiting - _LOADED - self._code.keys()):
             try:
                 self._code[index] = _code_for(index)
-            except LokakernError as error:
+            except Exception as error:  # torch can take samples, too
                 self._refuse(index, error)
 
     def load(self) -> None:
         """Load it, also while a CUDA graph is captured elsewhere, or wait for the library."""
         if not self._waiting or NATIVE.module is None:
             return
-        for index in sorted(self._waiting - _LOADED):
+        for index in sorted((self._waiting - _LOADED) & self._code.keys()):
             try:
                 NATIVE.module.load_window_kernel(index, self._code[index], sizes())
                 _LOADED.add(index)
-            except RuntimeError as error:
+            except Exception as error:
                 self._refuse(index, error)
         self._waiting.clear()
 
     def status(self) -> str:
         """Whether it takes the samples, or why not."""
-        if self.reasons:
-            return "; ".join(f"GPU {index}: {why}" for index, why in self.reasons.items())
-        return "not loaded" if self._waiting or not _LOADED else "loaded"
+        failed = {i: why for i, why in _FAILED.items() if i in self._devices or not self._devices}
+        reasons = self.reasons | failed
+        if reasons:
+            return "; ".join(f"GPU {index}: {why}" for index, why in reasons.items())
+        is_there = bool(self._devices) and self._devices <= _LOADED
+        return "loaded" if is_there and not self._waiting else "not loaded"
 
     def _refuse(self, index: int, error: Exception) -> None:
         self.reasons[index] = str(error)
@@ -61,9 +66,18 @@ class SampleKernel:
         _LOG.info("torch takes the samples of a watch on GPU %d: %s", index, error)
 
 
+def fail(device: torch.device, error: Exception) -> None:
+    """Have torch take all samples on a device from now on, as a launch failed there."""
+    index = -1 if device.index is None else device.index
+    _FAILED[index] = str(error)
+    NATIVE.module.use_window_kernel(index, 0, sizes())
+    _LOG.warning("torch takes the samples of a watch on %s from now on: %s", device, error)
+
+
 def forget() -> None:
     """Load it anew for the next watch."""
     _LOADED.clear()
+    _FAILED.clear()
 
 
 def sizes() -> tuple[int, int, int, int]:

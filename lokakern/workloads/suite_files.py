@@ -41,7 +41,7 @@ row and 1x128 scales), and the gradients, timed on X12: ``grad_input`` (W as sto
 with row and 128x128 scales) and ``grad_weight``. ``cross_gradient`` is of a layer in a DCN cross,
 ``x0 * (W x + bias) + x``: the gradient of its output, multiplied by x0, summed for the bias, and
 quantized with 1x128 scales for both gradients behind it, in one kernel. ``activate`` is an
-activation (relu, hardswish or silu) and rowwise quantization of X in one kernel. ``chain`` is the
+activation of `lokakern.epilogue` and rowwise quantization of X in one kernel. ``chain`` is the
 layer with its epilogue in op gemm_norm, in the formats between which a chain of layers chooses: X
 unquantized, with rowwise and with 1x128 scales, the output likewise, or with a static scale where a
 norm bounds it. An epilogue is a bias, a residual, a norm (layer, rms or block_rms(columns), with

@@ -72,6 +72,17 @@ def test_layers_have_what_follows_them(name: str) -> None:
     assert (first.place, first.stop, last.place) == (0, 1 + len(modules), 1 + len(modules))
 
 
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.GELU])
+@pytest.mark.parametrize("place", [1, 2])
+def test_a_norm_or_an_activation_with_a_hook_ends_a_layer(
+    activation: type[nn.Module], place: int
+) -> None:
+    model = line(nn.Linear(32, 64), nn.LayerNorm(64), activation(), nn.Linear(64, 16))
+    model[place].register_forward_hook(lambda *_: None)
+    epilogues = {1: [], 2: [["bias+layer+affine"]]}  # products alone are no span
+    assert names_of(model) == epilogues[place]
+
+
 def test_eps_is_that_of_the_norm() -> None:
     ((first,),) = found_in(line(nn.Linear(32, 64), nn.LayerNorm(64, eps=1e-3)))
     assert first.eps == 1e-3

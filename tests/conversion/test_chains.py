@@ -435,7 +435,7 @@ def test_what_is_chosen_is_faster_than_what_runs_instead(
             and not (chain.is_last(place) and writes != FORMS[0])
         ]  # fmt: skip
 
-    def rival(_self: Rivals, x: SpanLayer, m: int) -> tuple[float, float] | None:
+    def rival(_self: Rivals, x: SpanLayer, m: int, _reader: Any) -> tuple[float, float] | None:
         return (rivals[x.layer, m], 0.0) if (x.layer, m) in rivals else None
 
     with pytest.MonkeyPatch.context() as patch:
@@ -519,3 +519,47 @@ def test_explanations_tell_times_and_errors(book: Book) -> None:
     assert "chain of 2 layers (1024 x 512 bias+relu, 512 x 1024 bias+layer+affine+relu)" in text
     assert "m=512: 22.00 us, 40.00 us without the chain, row_err 0.05657" in text
     assert f"layer 1: {QUANTIZING} (bf16 to row), 12.00 us, row_err 0.045" in text
+
+
+@pytest.mark.parametrize("activation", ["relu", "silu", "gelu", "gelu_tanh"])
+def test_an_activation_behind_a_product_is_counted_once(
+    book: Book, monkeypatch: pytest.MonkeyPatch, activation: str
+) -> None:
+    """Where a product by its route leaves it to a kernel of its own, which relu needs none of."""
+    layer, m = Layer(1024, 512, f"bias+{activation}"), 512
+    book.write(*layer_rows(layer, {m: 20.0}, {m: 15.0}))
+    x, reader = SpanLayer(layer, 1e-5, PLAIN), SpanLayer(Layer(512, 1024), 1e-5, PLAIN)
+    rivals = Rivals(JUDGE)
+    own = rivals.at(x, m)
+    assert own is not None and own[0] == pytest.approx(20.0)
+    assert rivals.at(x, m, reader) == own  # it was timed with its activation
+    monkeypatch.setattr(Rivals, "_routed", lambda *_: [(10.0, 0.0)])
+    least = 2 * 2 * m * layer.n * dispatcher.snapshot().least_us_per_byte(H200, "graph-cold")
+    more = 0.0 if activation == "relu" else min(least, 10.0)
+    assert more or activation == "relu"
+    rivals = Rivals(JUDGE)
+    found, last, quantized = (
+        rivals.at(x, m, after)
+        for after in (
+            reader,
+            None,
+            reader._replace(route=Route("output", "row;16:0=cuda.x;1:0=cuda.x", "")),
+        )
+    )
+    assert found is not None and found[0] == pytest.approx(10.0 + more)
+    assert last is not None and last[0] == 10.0  # what reads it may apply it
+    assert quantized is not None and quantized[0] == 10.0  # with the kernel that quantizes
+
+
+def test_times_of_gelu_stand_in_for_gelu_by_tanh(book: Book) -> None:
+    layer = Layer(1024, 512, "bias+gelu")
+    book.write(*layer_rows(layer, {512: 20.0}, {512: 10.0}))
+    for epilogue, is_planned in (
+        ("bias+gelu", True), ("bias+gelu_tanh", True), ("gelu_tanh", True), ("bias+silu", False),
+    ):  # fmt: skip
+        x = SpanLayer(layer._replace(epilogue=epilogue), 1e-5, PLAIN)
+        plan = plan_span([x], JUDGE)
+        assert bool(plan.chains) == is_planned
+        assert [layer.epilogue for chain in plan.chains for layer in chain.layers] == (
+            [epilogue] if is_planned else []
+        )

@@ -50,7 +50,7 @@ def test_values_and_slopes_are_near_those_of_float64(name: str, tmp_path: Path) 
     inner = (v >= -4.5) & (v.abs() > 1e-30)
     assert bool((error[inner] <= 8e-4 * exact[inner].abs()).all())
     assert bool((error[v.abs() < 1] <= 2e-6 * exact[v.abs() < 1].abs() + 1e-44).all())
-    usual = v.abs() < 1e4  # torch's slope of larger ones is NaN by tanh, too
+    usual = v.abs() < 1e4  # by tanh that of 1e13 is NaN, torch's only that of 2e19
     assert bool(((found.double() - exact_slope).abs() <= 2.5e-6)[usual].all())
 
 

@@ -192,6 +192,25 @@ LEFT_TO_PYTHON = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("place", [2, 6])
+def test_another_gelu_is_seen(place: int, calls: list[Any], warm: list[int]) -> None:
+    """The only activation whose function depends on an attribute."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        Linear(K, 48), nn.LayerNorm(48), nn.GELU(), nn.Dropout(0.5), nn.Identity(),
+        Linear(48, 40), nn.GELU(), Linear(40, 8),
+    ).bfloat16().eval()  # fmt: skip
+    model = chained(model, PLAN.replace("relu", "gelu").replace("hardswish", "gelu"))
+    x = rows()
+    warmed(model, x, calls=calls)
+    y, count = model(x), warm[0]
+    assert count == 2 and torch.equal(y, in_python(model, x))
+    model[place].approximate = "tanh"
+    found = model(x)
+    assert torch.equal(found, in_python(model, x)) and not torch.equal(found, y)
+    assert warm[0] == count
+
+
 @pytest.mark.parametrize("change", LEFT_TO_PYTHON)
 def test_what_the_modules_show_is_seen(
     change: Callable[[nn.Sequential], None], calls: list[Any], warm: list[int]

@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from lokakern.probe import sample_kernel
 from tests.support import native, window_kernel
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,6 +63,43 @@ def test_samples_of_a_watch_are_compared(load: Load, monkeypatch: pytest.MonkeyP
     (name, x), *_ = found[0].items()
     with pytest.raises(SystemExit, match=f"not those of torch: {name}"):
         script.compare(({**found[0], name: x + 1}, found[1]), found)
+
+
+def test_samples_go_on_without_the_kernel_after_a_failed_launch(
+    load: Load, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And what fails before that leaves them to torch."""
+    script = load("measure_watch")
+    found = []
+    for failure in (0, 701):
+        with native.in_use(), window_kernel.on_host() as launches:
+            launches.failure = failure
+            steps = script.Samples(64, [(8, 8)])
+            try:
+                with steps.probe:
+                    steps.step()
+                    found.append(steps.taken()[0])
+                    assert ("error 701" in steps.probe._kernel.status()) == bool(failure)
+            finally:
+                sample_kernel.forget()
+    assert "torch takes the samples of a watch on cpu from now on" in caplog.text
+    assert all(torch.equal(x, found[1][name].to(x.dtype)) for name, x in found[0].items())
+
+
+@pytest.mark.parametrize("error", [OSError("no disk"), RuntimeError("no driver")])
+def test_a_kernel_of_samples_that_does_not_compile_is_refused(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_index: int) -> bytes:
+        raise error
+
+    monkeypatch.setattr(sample_kernel, "_code_for", fail)
+    kernel = sample_kernel.SampleKernel([torch.device("cuda", 0)])
+    assert kernel.status() == "not loaded"
+    kernel.load()  # before it is compiled
+    kernel = sample_kernel.SampleKernel([torch.device("cuda", 0)])
+    kernel.compile()
+    assert kernel.status() == f"GPU 0: {error}"
 
 
 @pytest.mark.parametrize("name", ["measure_saved_inputs", "measure_energy"])
