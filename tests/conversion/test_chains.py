@@ -527,16 +527,16 @@ def test_an_activation_behind_a_product_is_counted_once(
 ) -> None:
     """Where a product by its route leaves it to a kernel of its own, which relu needs none of."""
     layer, m = Layer(1024, 512, f"bias+{activation}"), 512
-    book.write(*layer_rows(layer, {m: 20.0}, {m: 15.0}))
+    book.write(*layer_rows(layer, {m: 2e6}, {m: 15.0}))
     x, reader = SpanLayer(layer, 1e-5, PLAIN), SpanLayer(Layer(512, 1024), 1e-5, PLAIN)
     rivals = Rivals(JUDGE)
     own = rivals.at(x, m)
-    assert own is not None and own[0] == pytest.approx(20.0)
+    assert own is not None and own[0] == pytest.approx(2e6)
     assert rivals.at(x, m, reader) == own  # it was timed with its activation
     monkeypatch.setattr(Rivals, "_routed", lambda *_: [(10.0, 0.0)])
     least = 2 * 2 * m * layer.n * dispatcher.snapshot().least_us_per_byte(H200, "graph-cold")
-    more = 0.0 if activation == "relu" else min(least, 10.0)
-    assert more or activation == "relu"
+    more = 0.0 if activation == "relu" else least
+    assert 0 < least < 1e5
     rivals = Rivals(JUDGE)
     found, last, quantized = (
         rivals.at(x, m, after)
