@@ -158,7 +158,7 @@ def test_a_predicted_layer_runs() -> None:
 
 @pytest.mark.parametrize("m_range", [None, (16384, 16384)])
 def test_every_m_has_the_choice_of_dispatch(m_range: tuple[int, int] | None) -> None:
-    """At 16384 rows the lower end gains 0.4 %, which is no tie; between usual m nothing differs."""
+    """Between usual m nothing differs; some m take FP8, others do not."""
     n, k = 1024, 1728
     found = converted(k, n, inference=False, m_range=m_range)
     route = next(r for r in found.sites["0"].routes if r.gemm == "grad_input")
@@ -176,7 +176,7 @@ def test_every_m_has_the_choice_of_dispatch(m_range: tuple[int, int] | None) -> 
         wanted = "" if asked.kernel == "torch.bf16" else asked.kernel
         assert segments[bisect_right(starts, m) - 1][1] == wanted, m
         kernels.add(wanted)
-    assert len(kernels) == 1 + (m_range is None)
+    assert len(kernels) == 1 if m_range else kernels > {""}
 
 
 def test_no_route_names_a_kernel_at_m_that_it_refuses() -> None:
