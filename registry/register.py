@@ -16,9 +16,10 @@ from torch import Tensor
 
 from lokakern import jit
 from lokakern.device import current_device
+from lokakern.epilogue import gelu_refusal
 from lokakern.errors import UnknownNameError
-from lokakern.registry import activations, digests, float16, libraries
 from lokakern.registry import architectures as gpus
+from lokakern.registry import digests, float16, libraries
 from lokakern.registry.architectures import FP8_GPUS as FP8_GPUS
 from lokakern.registry.digests import KERNELS_ROOT
 from lokakern.registry.ops import EPILOGUE_OPS, op_named
@@ -281,7 +282,7 @@ class Kernel:
             if reason is not None:
                 return Rejected(reason)
         # digest: on
-        reason = activations.refusal(self.name, self.parts, problem)
+        reason = gelu_refusal(self.name, self.parts, problem.epilogue)
         if reason is not None:
             return Rejected(reason)
         if float16.is_in(problem):

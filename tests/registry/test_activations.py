@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lokakern.epilogue import gelu_refusal
 from lokakern.functional.norm_checks import norm_quantize_problem
-from lokakern.registry import activations
 from lokakern.registry.register import KERNELS, load_kernels
 from lokakern.types import Device, Format, Granularity, NormEpilogue, Rejected
 from lokakern.workloads.norm_cases import chain_layer_cases
@@ -45,13 +45,12 @@ def test_only_kernels_that_have_gelu_take_it(last: str) -> None:
 def test_a_composition_names_the_kernel_that_has_none() -> None:
     problem = replace(PROBLEMS[0], epilogue="bias+layer+affine+gelu+residual_last")
     parts = ("torch.bf16", "triton.norm_quantize")
-    assert (
-        activations.refusal("+".join(parts), parts, problem) == "triton.norm_quantize: has no gelu"
-    )
-    assert activations.refusal("triton.gemm_norm_row", (), problem) == "has no gelu"
-    assert activations.refusal("cuda.gemm_norm_row", (), problem) is None
+    found = gelu_refusal("+".join(parts), parts, problem.epilogue)
+    assert found == "triton.norm_quantize: has no gelu"
+    assert gelu_refusal("triton.gemm_norm_row", (), problem.epilogue) == "has no gelu"
+    assert gelu_refusal("cuda.gemm_norm_row", (), problem.epilogue) is None
     silu = replace(problem, epilogue="bias+silu")
-    assert activations.refusal("triton.gemm_norm_row", (), silu) is None
+    assert gelu_refusal("triton.gemm_norm_row", (), silu.epilogue) is None
 
 
 def test_activations_are_quantized_by_kernels_that_have_them() -> None:
