@@ -20,9 +20,6 @@ from lokakern.kernels.cuda.scaled_gemm_fast import OPTIONS
 from lokakern.kernels.cuda.tiles import Kind
 from lokakern.registry.float16 import InHalf
 
-# Activations whose programs add to what was multiplied, so that both may become one instruction.
-ADDING = ("hardswish", "gelu", "gelu_tanh")
-
 
 class InvariantKind(Kind):
     """What a product computes, without contraction."""
@@ -47,7 +44,7 @@ class InvariantHalfKind(half.HalfKind):
 
 def _kind_of(plain: Callable[..., Kind], *operands: Any) -> Kind:
     kind, (bias, epilogue) = plain(*operands), operands[-2:]
-    adds = bias is not None or epilogue.accumulate or epilogue.activation in ADDING
+    adds = bias is not None or epilogue.accumulate or epilogue.activation == "hardswish"
     if not (adds and epilogue.batch_invariant):
         return kind
     return (InvariantHalfKind if isinstance(kind, InHalf) else InvariantKind)(*kind)

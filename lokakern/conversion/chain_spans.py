@@ -10,6 +10,7 @@ takes. A `LinearNormAct` outside such a sequence is a span of its own.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -178,12 +179,14 @@ def layer_at(modules: list[nn.Module], place: int) -> FoundLayer | None:
             (x, place + 1) for place, x in enumerate(modules)
             if place >= stop and not passes_on(x, in_call=False)
         ]  # fmt: skip
-        is_plain = bool(following) and is_plain_call(following[0][0])
-        own = _norm_of(following[0][0], columns, dtype) if is_plain else None
+        # What is behind a module with hooks, or a call of its own, is no part of the layer.
+        plain = list(itertools.takewhile(lambda one: is_plain_call(one[0]), following))
+        own = _norm_of(plain[0][0], columns, dtype) if plain else None
         if own is not None:
-            (module, stop), norm = following.pop(0), own
-        if following and activation_of(following[0][0]) and is_plain_call(following[0][0]):
-            activation, stop = activation_of(following[0][0]), following[0][1]
+            (module, stop), norm = plain.pop(0), own
+        last = activation_of(plain[0][0]) if plain else ""
+        if last:
+            activation, stop = last, plain[0][1]
     is_affine = any(getattr(module, name, None) is not None for name in ("weight", "bias"))
     form = NormForm(norm, linear.bias is not None, affine=is_affine, last=activation)
     layer, added = Layer(columns, linear.in_features, str(form)), math.inf

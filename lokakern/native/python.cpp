@@ -635,6 +635,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     load_window_kernel(device, std::string_view(cubin), sizes);
   });
   module.def("use_window_kernel", &use_window_kernel);
+  module.def("window_kernel_failure", &window_kernel_failure);
   const auto window_numbers = [](const std::vector<std::vector<at::Tensor>>& operands,
                                  const std::vector<WindowNumbers::InPass>& in_passes,
                                  const std::vector<std::vector<at::Tensor>>& weights,

@@ -95,6 +95,7 @@ constexpr int64_t kStripColumns = 32, kThreads = 256, kRowAlignment = 16;
 struct Kernel {
   void* function = nullptr;
   int64_t tile_rows, span, most_kept, most_matrices;
+  std::string failure;  // of a launch, after which it is launched no more
 };
 
 std::mutex kernels_mutex;
@@ -110,7 +111,7 @@ void keep_kernel(int device, void* function, const KernelSizes& sizes) {
                         most_matrices * static_cast<int64_t>(sizeof(Matrix)) <= kMostParameterBytes,
                     "the kernel of samples has sizes that no launch has");
   const std::lock_guard lock(kernels_mutex);
-  kernels()[device] = {function, tile_rows, span, most_kept, most_matrices};
+  kernels()[device] = {function, tile_rows, span, most_kept, most_matrices, {}};
 }
 
 int64_t parts_of(int64_t count, int64_t part) { return (count + part - 1) / part; }
@@ -129,6 +130,12 @@ void load_window_kernel(int device, std::string_view cubin, const KernelSizes& s
 
 void use_window_kernel(int device, uint64_t function, const KernelSizes& sizes) {
   keep_kernel(device, reinterpret_cast<void*>(function), sizes);
+}
+
+std::string window_kernel_failure(int device) {
+  const std::lock_guard lock(kernels_mutex);
+  const auto found = kernels().find(device);
+  return found == kernels().end() ? std::string() : found->second.failure;
 }
 
 std::shared_ptr<WindowPass> WindowPass::take(const std::vector<at::Tensor>& matrices,
@@ -211,15 +218,23 @@ std::shared_ptr<WindowPass> WindowPass::take(const std::vector<at::Tensor>& matr
 
   const Driver& to = driver();
   void* const stream = device.is_cuda() ? current_stream(device.index()) : nullptr;
-  const auto check = [](int failed, const char* doing) {
-    if (failed) throw LaunchFailure(std::string(doing) + ": " + error_text(failed));
+  // A watch ends no training: torch takes the samples instead, from then on.
+  const auto has_failed = [&](int failed, const char* doing) {
+    if (!failed) return false;
+    const std::string failure = std::string(doing) + ": " + error_text(failed);
+    {
+      const std::lock_guard lock(kernels_mutex);
+      Kernel& kept = kernels()[device.index()];
+      kept.function = nullptr;
+      kept.failure = failure;
+    }
+    TORCH_WARN("torch takes the samples of a watch from now on; ", failure);
+    return true;
   };
-  check(in_context(device.index(),
-                   [&] {
-                     return to.fill(reinterpret_cast<uint64_t>(values), 0,
-                                    static_cast<size_t>(sizes), stream);
-                   }),
-        "clearing the samples of a watch");
+  const int cleared = in_context(device.index(), [&] {
+    return to.fill(reinterpret_cast<uint64_t>(values), 0, static_cast<size_t>(sizes), stream);
+  });
+  if (has_failed(cleared, "clearing them")) return nullptr;
   alignas(16) std::array<uint8_t, kMostParameterBytes> parameter;
   for (size_t first = 0; first < table.size(); first += kernel.most_matrices) {
     const size_t count = std::min<size_t>(table.size() - first, kernel.most_matrices);
@@ -233,9 +248,10 @@ std::shared_ptr<WindowPass> WindowPass::take(const std::vector<at::Tensor>& matr
     void* parameters[] = {parameter.data()};
     const LaunchConfig config{
         {static_cast<uint32_t>(blocks), 1, 1, kThreads, 1, 1, 0}, stream, nullptr, 0};
-    check(in_context(device.index(),
-                     [&] { return to.launch(&config, kernel.function, parameters, nullptr); }),
-          "taking the samples of a watch");
+    const int launched = in_context(device.index(), [&] {
+      return to.launch(&config, kernel.function, parameters, nullptr);
+    });
+    if (has_failed(launched, "taking them")) return nullptr;
   }
   return pass;
 }

@@ -11,6 +11,7 @@
 #include <array>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -51,8 +52,8 @@ class WindowPass {
     }
   };
 
-  // Null where the kernel takes no such matrices, or is not loaded: torch takes them then. Of what
-  // is kept so many elements are picked as `WindowNumbers` picks of a single call.
+  // Null where the kernel takes no such matrices, is not loaded, or fails: torch takes them then. Of
+  // what is kept so many elements are picked as `WindowNumbers` picks of a single call.
   static std::shared_ptr<WindowPass> take(const std::vector<at::Tensor>& matrices,
                                           const std::vector<Places>& places, int64_t elements);
 
@@ -73,6 +74,8 @@ class WindowPass {
 void load_window_kernel(int device, std::string_view cubin, const KernelSizes& sizes);
 // For tests without a GPU, with the driver's functions replaced: of the CPU, -1; 0 removes it.
 void use_window_kernel(int device, uint64_t function, const KernelSizes& sizes);
+// Why a launch failed on a device, after which there was no other; empty if none did.
+std::string window_kernel_failure(int device);
 
 // L2 norms of the rows of a matrix.
 at::Tensor norms_of_rows(const at::Tensor& matrix);

@@ -24,7 +24,6 @@ from torch.utils.hooks import unserializable_hook
 
 from lokakern.native import NATIVE
 from lokakern.nn.module_scan import Joined, has_buffers, weight_of
-from lokakern.probe.sample_kernel import fail
 from lokakern.probe.statistics import (
     SiteStatistics,
     Update,
@@ -263,12 +262,7 @@ def _taken_by_a_launch(native: Any, wanted: list[Wanted]) -> list[Wanted]:
     if not windows:
         return wanted
     places = [one.sample.places_of(one.x.numel() // one.x.shape[-1]) for one in windows]
-    matrices = [one.x for one in windows]
-    try:
-        by = native.take_pass(matrices, places, windows[0].recorder.elements)
-    except RuntimeError as error:  # a watch ends no training; a failed device does
-        fail(matrices[0].device, error)
-        return wanted
+    by = native.take_pass([one.x for one in windows], places, windows[0].recorder.elements)
     if by is None:
         return wanted
     for place, one in enumerate(windows):

@@ -14,7 +14,6 @@ from lokakern.native import NATIVE
 
 _LOG = logging.getLogger(__name__)
 _LOADED: set[int] = set()  # GPUs, for good
-_FAILED: dict[int, str] = {}  # by GPU, why its launch failed: torch takes its samples from then on
 FIRST_ARCHITECTURE = 90
 
 
@@ -53,8 +52,10 @@ class SampleKernel:
 
     def status(self) -> str:
         """Whether it takes the samples, or why not."""
-        failed = {i: why for i, why in _FAILED.items() if i in self._devices or not self._devices}
-        reasons = self.reasons | failed
+        reasons, native = dict(self.reasons), NATIVE.module
+        for index in self._devices or {-1} if native is not None else ():
+            failure = native.window_kernel_failure(index)
+            reasons |= {index: failure} if failure else {}
         if reasons:
             return "; ".join(f"GPU {index}: {why}" for index, why in reasons.items())
         is_there = bool(self._devices) and self._devices <= _LOADED
@@ -66,18 +67,9 @@ class SampleKernel:
         _LOG.info("torch takes the samples of a watch on GPU %d: %s", index, error)
 
 
-def fail(device: torch.device, error: Exception) -> None:
-    """Have torch take all samples on a device from now on, as a launch failed there."""
-    index = -1 if device.index is None else device.index
-    _FAILED[index] = str(error)
-    NATIVE.module.use_window_kernel(index, 0, sizes())
-    _LOG.warning("torch takes the samples of a watch on %s from now on: %s", device, error)
-
-
 def forget() -> None:
     """Load it anew for the next watch."""
     _LOADED.clear()
-    _FAILED.clear()
 
 
 def sizes() -> tuple[int, int, int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import sys
 from argparse import Namespace
@@ -65,24 +66,18 @@ def test_samples_of_a_watch_are_compared(load: Load, monkeypatch: pytest.MonkeyP
         script.compare(({**found[0], name: x + 1}, found[1]), found)
 
 
-def test_samples_go_on_without_the_kernel_after_a_failed_launch(
-    load: Load, caplog: pytest.LogCaptureFixture
-) -> None:
-    """And what fails before that leaves them to torch."""
+def test_samples_go_on_without_the_kernel_after_a_failed_launch(load: Load) -> None:
     script = load("measure_watch")
     found = []
     for failure in (0, 701):
         with native.in_use(), window_kernel.on_host() as launches:
             launches.failure = failure
             steps = script.Samples(64, [(8, 8)])
-            try:
-                with steps.probe:
-                    steps.step()
-                    found.append(steps.taken()[0])
-                    assert ("error 701" in steps.probe._kernel.status()) == bool(failure)
-            finally:
-                sample_kernel.forget()
-    assert "torch takes the samples of a watch on cpu from now on" in caplog.text
+            warns = pytest.warns(UserWarning, match="from now on; taking them: error 701")
+            with steps.probe, warns if failure else contextlib.nullcontext():
+                steps.step()
+                found.append(steps.taken()[0])
+                assert ("error 701" in steps.probe._kernel.status()) == bool(failure)
     assert all(torch.equal(x, found[1][name].to(x.dtype)) for name, x in found[0].items())
 
 
