@@ -10,7 +10,8 @@ statements; `#include "..."` for CUDA and HIP. A module outside lokakern is name
 Nothing counts that stands between ``# digest: off`` and ``# digest: on``: what a shared module was
 given after kernels that need none of it were measured, whose rows it would make stale for nothing.
 It only adds branches that such kernels never take, and calls a module of its own, which kernels
-that need it include; only modules of lokakern have it, never a kernel's own files.
+that need it include; only modules of lokakern have it, never a kernel's own files. In a header of
+CUDA (``// digest: off``) it is directives alone, for macros that only a file of later kernels sets.
 """
 
 from __future__ import annotations
@@ -116,31 +117,31 @@ def _read(path: Path, _modified: int) -> tuple[str, tuple[Path, ...]]:
             source = without_later(source)
         nodes = list(ast.walk(ast.parse(source)))  # once for both: a fifth of a digest's time
         return _normalized(source, nodes), tuple(_python_includes(nodes, path))
+    if path.suffix == ".cuh":
+        source = without_later(source, "//")
     return normalize_c(source), tuple(_c_includes(source, path))
 
 
-def without_later(source: str) -> str:
-    """Python source without what came after kernels were measured, see above.
+def without_later(source: str, comment: str = "#") -> str:
+    """Source without what came after kernels were measured, see above.
 
     Raises:
         ValueError: The two comments do not follow each other in turn, or one is misspelled.
     """
+    expected = f"'{comment} digest: off' and '{comment} digest: on' must follow each other, in turn"
     kept, off = [], False
     for number, line in enumerate(source.splitlines(keepends=True), start=1):
         words = line.strip()
-        if not words.startswith("# digest:"):
+        if not words.startswith(f"{comment} digest:"):
             if not off:
                 kept.append(line)
             continue
-        begins = words.startswith("# digest: off")
-        if begins is off or not (begins or words == "# digest: on"):
-            raise ValueError(
-                f"line {number} is {words!r}; '# digest: off' and '# digest: on' must follow each "
-                "other, in turn"
-            )
+        begins = words.startswith(f"{comment} digest: off")
+        if begins is off or not (begins or words == f"{comment} digest: on"):
+            raise ValueError(f"line {number} is {words!r}; {expected}")
         off = begins
     if off:
-        raise ValueError("'# digest: off' and '# digest: on' must follow each other, in turn")
+        raise ValueError(expected)
     return "".join(kept)
 
 

@@ -6,19 +6,20 @@
 // which is what the L2 sends one SM. Rows that start within a cache line lie in two of them: so
 // 2176 x 1280 x 3984 took an H200 40 us, and 24 by pairs.
 //
-// Macros beside those of mainloop.cuh, whose BLOCK_N may be 192, too:
+// Macros beside those of mainloop.cuh, whose BLOCK_N may be any multiple of 16 up to 256 here:
 //
 //     PAIRS      2: two blocks of a cluster take tiles that lie above each other. Each copies one
 //                half of b's rows, into both.
 //     IN_TURN    1: each of two warpgroups has every second tile of the block, 128 rows: one writes
 //                while the other multiplies. They read one ring in turn. 0: they share tiles.
 #pragma once
+#define WHOLE_SUMS 1
 #include "mainloop.cuh"
 #include "whole_products.cuh"
 
 static_assert(SCALES == 0 && BATCH == 1, "one product, scaled at its end");
 static_assert(PAIRS == 1 || (PARTS == 1 && !RESIDENT), "a pair streams whole sums");
-static_assert(!IN_TURN || (WARPGROUPS == 2 && PARTS == 1 && !RESIDENT && BLOCK_N <= 128), "turns");
+static_assert(!IN_TURN || (WARPGROUPS == 2 && PARTS == 1 && !RESIDENT && BLOCK_N <= 144), "turns");
 
 // Elected. A box into the shared memory of both blocks, at the same place, and bytes for the barrier
 // of each.
@@ -36,22 +37,51 @@ __device__ __forceinline__ void arrive_in(unsigned barrier, unsigned rank) {
                  : "memory");
 }
 
-// 192 columns, as whole_products.cuh has it for others: twice 96 columns would read a twice, for
+// Columns that whole_products.cuh has not: two products of half as many would read a twice, for
 // which shared memory has no time.
 #define F4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define F16(i) F4(i), F4(i + 4), F4(i + 8), F4(i + 12)
-__device__ __forceinline__ void multiply_whole(
-    float (&d)[96], unsigned long long a, unsigned long long b, int add) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %98, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n192k32.f32." TEXT(A_TYPE) "." TEXT(B_TYPE)
-                 " {" L16_0 L16_1 L16_2 L16_3 L16_4 L16_5 "}, %96, %97, p, 1, 1;\n}"
-                 : F16(0), F16(16), F16(32), F16(48), F16(64), F16(80)
-                 : "l"(a), "l"(b), "r"(add));
-}
+#define F8(i) F4(i), F4(i + 4)
+#define F16(i) F8(i), F8(i + 8)
+#define F64 F16(0), F16(16), F16(32), F16(48)
+#define L64 L16_0 L16_1 L16_2 L16_3
+#define DEFINE_PRODUCT(COLUMNS, LIST, FIRST, SECOND, THIRD, ...)                                  \
+    __device__ __forceinline__ void multiply_whole(                                               \
+        float (&d)[COLUMNS / 2], unsigned long long a, unsigned long long b, int add) {           \
+        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #THIRD ", 0;\n"                         \
+                     "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k32.f32." TEXT(A_TYPE) "."     \
+                     TEXT(B_TYPE) " {" LIST "}, %" #FIRST ", %" #SECOND ", p, 1, 1;\n}"           \
+                     : __VA_ARGS__ : "l"(a), "l"(b), "r"(add));                                   \
+    }
+#if BLOCK_N == 80
+DEFINE_PRODUCT(80, L16_0 L16_1 ", %32, %33, %34, %35, %36, %37, %38, %39", 40, 41, 42,
+               F16(0), F16(16), F8(32))
+#elif BLOCK_N == 112
+DEFINE_PRODUCT(112, L16_0 L16_1 L16_2 ", %48, %49, %50, %51, %52, %53, %54, %55", 56, 57, 58,
+               F16(0), F16(16), F16(32), F8(48))
+#elif BLOCK_N == 144
+DEFINE_PRODUCT(144, L64 ", %64, %65, %66, %67, %68, %69, %70, %71", 72, 73, 74, F64, F8(64))
+#elif BLOCK_N == 160
+DEFINE_PRODUCT(160, L64 L16_4, 80, 81, 82, F64, F16(64))
+#elif BLOCK_N == 176
+DEFINE_PRODUCT(176, L64 L16_4 ", %80, %81, %82, %83, %84, %85, %86, %87", 88, 89, 90,
+               F64, F16(64), F8(80))
+#elif BLOCK_N == 192
+DEFINE_PRODUCT(192, L64 L16_4 L16_5, 96, 97, 98, F64, F16(64), F16(80))
+#elif BLOCK_N == 208
+DEFINE_PRODUCT(208, L64 L16_4 L16_5 ", %96, %97, %98, %99, %100, %101, %102, %103", 104, 105, 106,
+               F64, F16(64), F16(80), F8(96))
+#elif BLOCK_N == 224
+DEFINE_PRODUCT(224, L64 L16_4 L16_5 L16_6, 112, 113, 114, F64, F16(64), F16(80), F16(96))
+#endif
 #undef F4
+#undef F8
 #undef F16
+#undef F64
+#undef L64
+#undef DEFINE_PRODUCT
 
 constexpr int PAIRED_BYTES = B_BYTES / PAIRS;
+constexpr int WHOLE_REGISTERS = WARPGROUPS == 3 ? 152 : MATH_REGISTERS;
 
 // What a warpgroup finishes at once: IN_TURN a half of its tile, with the sums of the second.
 struct Part : Tile {
@@ -244,6 +274,7 @@ struct WholeMultiplier {
 #if !RESIDENT && PARTS == 1
 #define Walk PairedWalk
 #endif
+#define MATH_REGISTERS WHOLE_REGISTERS
 #define Tile Part
 #define Multiplier WholeMultiplier
 #define initialize initialize_pair

@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -21,9 +22,12 @@ from lokakern.kernels.cuda import scaled_gemm
 from lokakern.kernels.cuda.scaled_gemm import SCALES, Plan
 from lokakern.kernels.cuda.tiles import (
     DEPTH,
+    MOST_STAGES,
     ROWS,
+    SHARED_BYTES,
     Kind,
     Tile,
+    depth_of,
     fits,
     grid_of,
     macros_of,
@@ -40,8 +44,8 @@ SOURCE = str(Path(__file__).with_suffix(".cu"))
 # bits of float32 outputs.
 OPTIONS = ("--fmad=false",)
 LINE_BYTES, SECTOR_BYTES = 128, 32  # of the L2
-LONGEST_RESIDENT_K = 1024  # above, a weight of 128 columns leaves a too little shared memory
-NARROW = 96  # columns, of which n may leave less idle than of 128
+SURELY_RESIDENT_K, RESIDENT_K = 640, 1024  # up to the second, a weight that stays may be faster
+NARROW = 96  # columns of a weight that stays, of which n may leave less idle than of 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +56,44 @@ class FastTile(Tile):
     in_turn: bool = False
 
 
-_SHARED = FastTile(128)
-_IN_TURN, _IN_TURN_PAIRS = FastTile(128, in_turn=True), FastTile(128, pairs=2, in_turn=True)
-_WIDE = FastTile(192, pairs=2), FastTile(256, pairs=2)
-# us of an H200 for a step along k, and for the rest of a tile, fitted to 75 sizes: where all rows
-# start at lines of the L2, where some start within lines, and where some do within sectors.
-_COSTS_US = (
-    {_SHARED: (0.40, 1.2), _IN_TURN: (0.36, 0.9), _WIDE[0]: (0.60, 1.5), _WIDE[1]: (0.78, 1.7)},
-    {_SHARED: (0.45, 1.5), _IN_TURN_PAIRS: (0.385, 0.7), _WIDE[0]: (0.60, 1.5),
-     _WIDE[1]: (0.78, 1.7)},
-    {_SHARED: (0.62, 1.0), _IN_TURN_PAIRS: (0.55, 0.7), _WIDE[0]: (0.70, 1.3),
-     _WIDE[1]: (0.78, 1.7)},
+class Cost(NamedTuple):
+    """What a tile of a shape takes on an H200, in us."""
+
+    sums: float  # 10^5 of them, each of one step along k
+    step: float  # beside its sums
+    tile: float  # beside its steps
+    once: float
+    idle: float  # part of the last wave that is saved where it has no tiles
+    most_waves: float = math.inf  # of outputs that take such tiles
+
+
+class Shape(NamedTuple):
+    """Tiles that differ in their width."""
+
+    tile: FastTile
+    widths: tuple[int, ...]
+    cost: Cost  # where all rows start at lines of the L2
+    within_lines: float  # times as much, where some start at sectors of lines
+    askew: Cost  # where some start within sectors, of pairs of blocks
+
+
+# Fitted to 336 sizes of 72 to 3500 columns and sums of 260 to 5000. At 240 columns three steps fit
+# shared memory, where other widths have four. Large outputs are bound by the GPU's power, of which
+# two warpgroups in turn need the least and three the most.
+SHAPES = (
+    Shape(FastTile(0, warpgroups=1), tuple(range(64, 225, 16)),
+          Cost(2.75, 0.0, 1.11, 1.92, 0.28), 1.18, Cost(2.50, 0.14, 1.13, 2.13, 0.60)),
+    Shape(FastTile(0), (*range(64, 225, 16), 256),
+          Cost(2.14, 0.0, 1.45, 3.42, 0.07), 1.05, Cost(1.64, 0.26, 1.11, 2.16, 0.41)),
+    Shape(FastTile(0, in_turn=True), (112, 128, 144),
+          Cost(2.15, 0.0, 0.87, 3.49, 0.49), 1.13, Cost(0.67, 0.38, 1.33, 0.94, 0.13)),
+    Shape(FastTile(0, warpgroups=3, chunks=1), (160, 176, 192),
+          Cost(0.93, 0.35, 2.44, 3.15, 0.20, most_waves=4.0), 1.0,
+          Cost(0.86, 0.50, 2.32, 2.69, 0.13)),
 )  # fmt: skip
-_COST_OF_NARROW_US = 0.28, 1.2  # of a weight that does not stay; fitted to 25 sizes
+RESIDENT = Cost(2.32, 0.0, 0.34, 3.12, 0.16)  # 128 columns that stay, of two warpgroups
+ROW_US = 1.3e-3  # of 128 bytes that an SM takes from the L2: at least so long is a step
+LARGE = 8 * 128 * 128  # sums of each SM
 
 
 def macros_for(n: int, k: int, tile: Tile, kind: Kind) -> dict[str, int | str]:
@@ -73,8 +102,37 @@ def macros_for(n: int, k: int, tile: Tile, kind: Kind) -> dict[str, int | str]:
     Raises:
         ValueError: Shared memory does not hold the tile.
     """
-    pairs, in_turn = (tile.pairs, tile.in_turn) if isinstance(tile, FastTile) else (1, False)
-    return macros_of(n, k, tile, kind) | {"PAIRS": pairs, "IN_TURN": int(in_turn)}
+    macros = macros_of(n, k, tile, kind)
+    if not isinstance(tile, FastTile):
+        return macros | {"PAIRS": 1, "IN_TURN": 0}
+    width = staged_bytes(tile.block_n, kind.out_bytes)
+    if not macros["DIRECT"] and width:
+        spare = 1024 if tile.blocks > 1 else 0  # of the system, for each block
+        staged = tile.warpgroups * tile.chunks * -(-ROWS * width // 1024) * 1024
+        fixed = staged + 16 + tile.warpgroups * tile.block_n * 4
+        stage = (tile.height + tile.block_n) * depth_of(k) + 16
+        stages = min(MOST_STAGES, (SHARED_BYTES // tile.blocks - spare - fixed) // stage)
+        if stages < 2:
+            raise ValueError(f"{tile} does not fit n={n} k={k}: {stages} stages")
+        macros |= {
+            "CHUNK_BYTES": width, "CHUNKS": tile.chunks, "STAGES": stages,
+            "SHARED_BYTES": fixed + stages * stage,
+        }  # fmt: skip
+    return macros | {"PAIRS": tile.pairs, "IN_TURN": int(tile.in_turn)}
+
+
+def staged_bytes(columns: int, item: int) -> int:
+    """Bytes of a row that one bulk copy writes, where they are not those of `chunk_bytes`; else 0.
+
+    Of two bytes or one, and no multiple of the copies' swizzle of 128 bytes: then an odd number of
+    16 bytes, which are in different banks of shared memory in 8 rows that follow each other.
+    """
+    width = columns * item
+    if item > 2 or width % 128 == 0:
+        return 0
+    while width % 32 == 0:
+        width //= 2
+    return width
 
 
 def askew(starts: int) -> int:
@@ -98,48 +156,60 @@ def tile_of(m: int, n: int, k: int, kind: Kind, askew: int, may_split: bool, sms
     if split is not None:
         return split
     usual = tile_for(m, n, k, kind, 1, sms)
-    narrow = narrow_tile_for(m, n, k, kind, askew, sms)
-    if narrow is not None and narrow.resident:
-        return narrow
-    is_narrow = usual.warpgroups == 1
-    # Narrow tiles read a again for each 64 columns, which rows askew within sectors make slow.
-    stays = usual.resident and k <= LONGEST_RESIDENT_K and not (is_narrow and askew > 1 and n > 128)
-    if n <= 64 or stays or (is_narrow and not usual.resident):
-        return narrow or usual
+    is_small = -(-m // ROWS) * -(-n // ROWS) <= sms  # one wave of the smallest tiles
+    if n <= 64 or (is_small and (askew < 2 or usual.block_n <= 32)):
+        return usual
+    if k <= SURELY_RESIDENT_K:
+        narrow = narrow_tile_for(m, n, k, kind, askew, sms)
+        # Narrow tiles read a again for each 64 columns, which rows askew within sectors make slow.
+        if narrow or (usual.resident and not (usual.warpgroups == 1 and askew > 1 and n > 128)):
+            return narrow or usual
 
-    def cost_us(tile: FastTile) -> float:
-        per_step, rest = costs[tile]
-        waves = math.ceil(_groups(m, n, tile) / (sms // tile.pairs))
-        # Of a single tile, one warpgroup would have nothing to do.
-        idle = 2 if tile.in_turn and waves == 1 else 1
-        return idle * waves * (-(-k // DEPTH) * per_step + rest)
+    pairs = 2 if askew > 1 else 1
+    found: list[tuple[float, int, Tile]] = []
+    for shape in SHAPES:
+        for width in shape.widths:
+            tile = replace(shape.tile, block_n=width, pairs=pairs)
+            us = cost_us(m, n, k, tile, shape.askew if pairs > 1 else shape.cost, sms)
+            found.append((us * (shape.within_lines if askew == 1 else 1.0), len(found), tile))
+            if width >= n:
+                break
+    if k <= RESIDENT_K and pairs == 1 and usual == Tile(128, resident=True):
+        found.append((cost_us(m, n, k, usual, RESIDENT, sms), len(found), usual))
+    return min(found)[-1]
 
-    costs = _COSTS_US[askew]
-    best = min(costs, key=cost_us)
-    if narrow is None:
-        return best
-    per_step, rest = _COST_OF_NARROW_US
-    waves = math.ceil(narrow.count(m, n) / sms)
-    return narrow if waves * (-(-k // DEPTH) * per_step + rest) < cost_us(best) else best
+
+def cost_us(m: int, n: int, k: int, tile: Tile, cost: Cost, sms: int) -> float:
+    """What a product takes about, if the H200 had so many SMs; infinity if it has no such tiles."""
+    pairs, in_turn = (tile.pairs, tile.in_turn) if isinstance(tile, FastTile) else (1, True)
+    height = ROWS * tile.warpgroups
+    waves = -(-m // (height * pairs)) * -(-n // tile.block_n) / (sms // pairs)
+    # In one wave a warpgroup of two in turn would have nothing to do.
+    if waves > cost.most_waves or (waves <= 1 and in_turn):
+        return math.inf
+    sums = height * tile.block_n
+    step = cost.step + cost.sums * sums * 1e-5
+    if pairs == 1:
+        step = max(step, ROW_US * (height + tile.block_n))
+    missing = math.ceil(waves) - waves if waves > 1 else 0.0
+    us = cost.once + (math.ceil(waves) - cost.idle * missing) * (-(-k // DEPTH) * step + cost.tile)
+    is_large = pairs == 1 and waves * sums > LARGE
+    return us * (1.03 if is_large and not in_turn else 1.0)
 
 
 def narrow_tile_for(m: int, n: int, k: int, kind: Kind, askew: int, sms: int) -> Tile | None:
-    """A tile of 96 columns; None where it leaves about as many columns idle as one of 128.
+    """A tile of 96 columns whose weight stays; None where one of 128 leaves about as few idle.
 
-    And None of small outputs, with fewer pieces of 64 x 96 than nine tenths of the SMs. Of 48 sizes
-    of 72 to 480 columns on an H200, others of 65 to 96, 129 to 192 and 257 to 288 columns take 0.55
-    to 0.99 of the time so; one takes 1.04.
+    And None of small outputs, with fewer pieces of 64 x 96 than nine tenths of the SMs.
     """
     columns = -(-n // NARROW)
     is_full = NARROW * columns <= 0.8 * (-(-n // 128) * 128)
     few = -(-m // ROWS) * columns < 0.9 * sms
     if n <= 64 or not is_full or few or (askew > 1 and n > 128):
         return None
-    tile = Tile(NARROW)
-    if k <= LONGEST_RESIDENT_K // 2:
+    tile = Tile(NARROW, resident=True)
+    if k <= 512:
         tile = Tile(NARROW, warpgroups=1, resident=True, blocks=2)
-    elif k <= LONGEST_RESIDENT_K:
-        tile = Tile(NARROW, resident=True)
     return tile if fits(n, k, tile, kind) else None
 
 
@@ -169,7 +239,7 @@ def make_plan(m: int, n: int, k: int, kind: Kind, tile: Tile, sms: int) -> Plan:
     width, fold, pairs = (int(macros[name]) for name in ("CHUNK_BYTES", "FOLD", "PAIRS"))
     swizzle_bytes = width if width in (32, 64, 128) and fold == 1 else 0
     if isinstance(tile, FastTile):
-        grid = pairs * min(sms // pairs, _groups(m, n, tile))
+        grid = pairs * min(sms * tile.blocks // pairs, _groups(m, n, tile))
     else:
         grid = grid_of(tile, m, n, 1, sms)
     # The maps are of what one block of a pair copies.
@@ -203,8 +273,6 @@ def _launch(
     starts = b.data_ptr() | b.stride(1)
     for x in slices:
         starts |= x.data_ptr() | x.stride(0)
-    if out.stride(0) * out.element_size() % LINE_BYTES:
-        starts |= SECTOR_BYTES
     plan = _plan(m, n, k, kind, askew(starts), not epilogue.batch_invariant, out.get_device())
     scaled_gemm.run(plan, kind, m, 1, slices, slice_scales, b, b_scale, out, bias, epilogue)
 

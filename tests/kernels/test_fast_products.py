@@ -25,7 +25,13 @@ TILES = (
     FastTile(192), FastTile(192, pairs=2), FastTile(256), FastTile(256, pairs=2),
     FastTile(64, pairs=2, in_turn=True), Tile(128, resident=True), Tile(256, resident=True),
     Tile(64, warpgroups=1, resident=True, blocks=2), Tile(64, warpgroups=1), Tile(128, parts=4),
-    Tile(96), Tile(96, resident=True), Tile(96, warpgroups=1, resident=True, blocks=2),
+    Tile(96, resident=True), Tile(96, warpgroups=1, resident=True, blocks=2),
+    # Of each width one, each shape with and without pairs.
+    FastTile(64, warpgroups=1), FastTile(80), FastTile(96), FastTile(112, warpgroups=1, pairs=2),
+    FastTile(144), FastTile(144, in_turn=True), FastTile(144, pairs=2, in_turn=True),
+    FastTile(160, warpgroups=1), FastTile(160, warpgroups=3, chunks=1, pairs=2),
+    FastTile(176, pairs=2), FastTile(192, warpgroups=3, chunks=1), FastTile(208),
+    FastTile(224, warpgroups=1), FastTile(224, pairs=2),
 )  # fmt: skip
 # One tile; ends of pairs, of columns and of steps; several tiles of each block; steps that the ring
 # has as many of, and one more.
@@ -143,23 +149,30 @@ def test_many_launches_in_a_row_give_the_same_bits(tile: Tile) -> None:
 def test_the_rule_tells_where_rows_start() -> None:
     assert [askew(x) for x in (4096, 128, 1680, 1952, 64, 0)] == [0, 0, 2, 1, 1, 0]
     row = Kind("row")
-    assert tile_of(32768, 2048, 2048, row, 0, True, H200_SMS) == FastTile(128, in_turn=True)
-    assert tile_of(8192, 1024, 3056, row, 2, True, H200_SMS) == FastTile(256, pairs=2)
-    assert tile_of(640, 2048, 1952, row, 1, True, H200_SMS) == PLAIN_TILE  # one tile for each SM
-    assert tile_of(8192, 512, 512, row, 0, True, H200_SMS).resident
-    assert tile_of(512, 512, 115200, row, 0, True, H200_SMS).parts > 1
-    for n, k, expected in (
-        (192, 512, Tile(96, warpgroups=1, resident=True, blocks=2)),
-        (288, 1024, Tile(96, resident=True)),
-        (96, 4096, Tile(96)),
-        (192, 4096, Tile(96)),
-    ):
-        assert tile_of(8192, n, k, row, 0, True, H200_SMS) == expected
-        assert tile_of(1024, n, k, row, 0, True, H200_SMS).block_n != 96  # most SMs would be idle
-    assert tile_of(32768, 192, 2048, row, 0, True, H200_SMS) == FastTile(192, pairs=2)
-    assert tile_of(8192, 480, 512, row, 0, True, H200_SMS).block_n == 128
-    assert tile_of(8192, 176, 4096, row, 2, True, H200_SMS).block_n != 96
+
+    def tile(m: int, n: int, k: int, askew: int = 0) -> Tile:
+        return tile_of(m, n, k, row, askew, True, H200_SMS)
+
+    assert tile(32768, 2048, 2048) == FastTile(128, in_turn=True)
+    assert tile(8192, 1024, 3056, 2) == FastTile(256, pairs=2)
+    assert tile(512, 512, 115200).parts > 1
     assert tile_of(512, 512, 115200, row, 0, False, H200_SMS).parts == 1
+    # Whole waves of tiles that leave no columns idle.
+    assert tile(8192, 288, 4096, 1) == FastTile(144)
+    assert tile(8192, 160, 4096) == FastTile(160, warpgroups=1)
+    assert tile(8192, 448, 4096) == FastTile(224)
+    assert tile(8192, 576, 4096) == FastTile(192, warpgroups=3, chunks=1)
+    assert tile(2048, 640, 3984, 2) == FastTile(160, warpgroups=1, pairs=2)
+    assert tile(32768, 576, 2048).warpgroups == 3
+    assert tile(32768, 2112, 2048).warpgroups < 3  # the GPU's power decides
+    # A weight that stays, and one wave of the smallest tiles.
+    assert tile(8192, 512, 512).resident
+    assert tile(8192, 192, 512) == Tile(96, warpgroups=1, resident=True, blocks=2)
+    assert tile(8192, 192, 640) == tile(32768, 192, 640) == Tile(96, resident=True)
+    assert tile(32768, 1600, 1024) == Tile(128, resident=True)
+    assert tile(8192, 480, 512).block_n == 128
+    assert tile(1024, 192, 512).block_n != 96  # most SMs would be idle
+    assert tile(2048, 160, 1024) == Tile(64, warpgroups=1)
 
 
 @pytest.mark.parametrize("item", [1, 2, 4])

@@ -156,6 +156,33 @@ def test_code_marked_digest_off_changes_no_digest(digest_of: Digest) -> None:
             digest_of({"lokakern/numerics.py": broken})
 
 
+def test_directives_marked_digest_off_in_a_header_change_no_digest(digest_of: Digest) -> None:
+    header, source = "kernels/demo/common.cuh", SOURCE
+    off = "// digest: off  for others\n#if !LATER\n// digest: on\n"
+    end = "// digest: off\n#endif\n// digest: on\n"
+    later = off + FILES[header] + end
+    assert digest_of({header: later}) == digest_of()
+    assert digest_of({header: later + "int more;\n"}) != digest_of()
+    with pytest.raises(ValueError, match="'// digest: off' and '// digest: on' must follow"):
+        digest_of({header: later + "// digest: off\n"})
+    # A kernel's own file has none: the comments are comments there.
+    assert digest_of({source: off + FILES[source] + end}) != digest_of()
+
+
+def test_headers_leave_directives_alone_out_of_digests() -> None:
+    """And so no instruction of a measured kernel."""
+    marked = 0
+    for path in digests.KERNELS_ROOT.rglob("*.cuh"):
+        off = False
+        for line in path.read_text("utf-8").splitlines():
+            if line.startswith("// digest:"):
+                off = line.startswith("// digest: off")
+                marked += 1
+            elif off:
+                assert line.startswith(("#if !WHOLE_SUMS", "#endif")), (path, line)
+    assert marked
+
+
 @pytest.mark.parametrize(
     "replaced",
     [
