@@ -55,6 +55,11 @@ class FastTile(Tile):
     pairs: int = 1
     in_turn: bool = False
 
+    @property
+    def columns(self) -> int:
+        """That one block writes, a multiple of 16; also of what it copies for a pair."""
+        return -(-self.block_n // 16) * 16
+
 
 class Cost(NamedTuple):
     """What a tile of a shape takes on an H200, in us."""

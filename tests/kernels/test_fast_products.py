@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +195,24 @@ def test_what_a_pair_copies_is_half_of_a_tile() -> None:
         99999, 600, 512, Kind("row"), FastTile(256, pairs=2), H200_SMS
     )
     assert most.grid == (132, 1, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
+def test_a_launch_is_given_as_many_maps_as_it_was_bound_for(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of 112 columns in FP8 are no multiple of 16 bytes."""
+    monkeypatch.setattr(scaled_gemm, "_map", lambda *_: "a map")
+    a, b = (torch.empty(rows, 1040, dtype=torch.float8_e4m3fn) for rows in (512, 1040))
+    out, scale = torch.empty(512, 1040, dtype=dtype), torch.ones(512, 1)
+    kind = scaled_gemm._kind_of("row", (a,), b.t(), out, None, PLAIN)
+    for shape in scaled_gemm_fast.SHAPES:
+        for width in shape.widths:
+            for pairs in (1, 2):
+                tile = replace(shape.tile, block_n=width, pairs=pairs)
+                plan = scaled_gemm_fast.make_plan(512, 1040, 1040, kind, tile, H200_SMS)
+                maps = scaled_gemm._make_maps(plan, kind, 512, 1, (a,), (scale,), b.t(), scale, out)
+                assert len(maps) == plan.launch._parameters[-1], tile
 
 
 @pytest.mark.parametrize("module", [scaled_gemm, scaled_gemm_unaligned])
