@@ -27,7 +27,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,11 @@ CASES = {  # regime, mode of torch.compile, samples
 }
 KNOWN = (SAMPLES, *CASES)
 BUDGET, GROWTH = 0.06, 1e6
+DRIFTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a mean that moves by 8 standard deviations": lambda x: x + 8 * x.std(),
+    "a spread 100 times as large": lambda x: x * 100,
+    f"a feature {GROWTH:.0e} times as large": lambda x: torch.cat([x[:, :1] * GROWTH, x[:, 1:]], 1),
+}
 BAR, MOST_STEPS = 500, 1500  # steps in which a drift should be found, and after which none is
 APART, APART_EVERY = 8, 10  # sampled steps that are measured by themselves, and steps from one on
 LAYERS = [(3456, 512), (512, 3456)] * 3 + [(3456, 1024), (1024, 1024), (1024, 512)]  # k, n

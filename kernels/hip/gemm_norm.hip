@@ -9,8 +9,8 @@
 //
 // Macros: TILE_N (64, 128, 192, 256), BY_GROUP, NORM (0 none, 1 layer, 2 rms), SPAN (columns that are
 // normalized together: TILE_N means the whole row; else a multiple of 16 that divides n), ACTIVATION (0
-// none, 1 relu, 2 hardswish, 3 silu), OUT (0 bfloat16, 1 FP8 with scales of rows, 2 of 1x128, 3 a given
-// one).
+// none, 1 relu, 2 hardswish, 3 silu, 4 gelu, 5 gelu by tanh), OUT (0 bfloat16, 1 FP8 with scales of
+// rows, 2 of 1x128, 3 a given one).
 #include "products.hpp"
 
 // A wave reads as many rows of local memory as it has rows and columns: 128 of 64 x 64 sums, 272 of
@@ -62,6 +62,29 @@ struct Largest {  // of sizes, whose bits are in the order of the numbers
     }
 };
 
+#if ACTIVATION >= 3
+// x of each z, where the activation is z / (1 + 2^-x).
+static __device__ inline Floats4 exponents(Floats4 z, Floats4 more) {
+#if ACTIVATION == 3
+    return __builtin_elementwise_fma(z, all<Floats4>(1.44269504f), more);
+#else
+    // x is odd, so z p(z^2): of GELU fitted, of that by tanh 2 sqrt(2 / pi) (z + 0.044715 z^3) log2(e),
+    // see gelu.cuh of the kernels in CUDA.
+#if ACTIVATION == 4
+    constexpr float TERMS[] = {4.25724256e-9f, -3.38525126e-7f, 1.06554126e-5f, -1.53404442e-4f,
+                               -1.15744762e-4f, 0.10486605f, 2.3021965f};
+#else
+    constexpr float TERMS[] = {0.10294324f, 2.3022082f};
+#endif
+    const Floats4 square = z * z;
+    Floats4 p = all<Floats4>(TERMS[0]);
+    for (unsigned i = 1; i < sizeof TERMS / sizeof TERMS[0]; ++i)
+        p = __builtin_elementwise_fma(square, p, all<Floats4>(TERMS[i]));
+    return __builtin_elementwise_fma(z, p, more);
+#endif
+}
+#endif
+
 static __device__ inline Floats4 activated(Floats4 z) {
 #if ACTIVATION == 1
     for (int t = 0; t < 4; ++t) z[t] = at_least_0(z[t]);
@@ -69,11 +92,11 @@ static __device__ inline Floats4 activated(Floats4 z) {
     Floats4 gate;
     for (int t = 0; t < 4; ++t) gate[t] = between_0_and_1(__builtin_fmaf(z[t], 1.0f / 6.0f, 0.5f));
     z *= gate;
-#elif ACTIVATION == 3
-    // z * (e / (e + 2^-25)), where e = exp(z) * 2^-25 is 1 at most, and 0 of NaN. So four sums lie between
+#elif ACTIVATION >= 3
+    // z * (e / (e + 2^-25)), where e = 2^(x - 25) is 1 at most, and 0 of NaN. So four sums lie between
     // 2^-25 and 1, and share a reciprocal: NaN and infinity stay where they are.
     constexpr float LEAST = 0x1p-25f;
-    Floats4 e = __builtin_elementwise_fma(z, all<Floats4>(1.44269504f), all<Floats4>(-25.0f));
+    Floats4 e = exponents(z, all<Floats4>(-25.0f));
     for (int t = 0; t < 4; ++t) e[t] = between_0_and_1(power_of_two(e[t]));
     const Floats4 sums = e + LEAST;
     const Floats2 first{sums[0], sums[1]}, second{sums[2], sums[3]}, both = first * second;

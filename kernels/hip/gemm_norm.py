@@ -36,7 +36,7 @@ SOURCE = str(Path(__file__).with_suffix(".hip"))
 ROWS = 64  # of a block
 TILES = (64, 128, 192, 256)  # columns
 KINDS = {"none": 0, "layer": 1, "rms": 2, "block_rms": 2}
-ACTIVATIONS = ("none", "relu", "hardswish", "silu")
+ACTIVATIONS = ("none", "relu", "hardswish", "silu", "gelu", "gelu_tanh")
 OUTPUTS = (Granularity.NONE, Granularity.ROW, Granularity.GROUP, Granularity.TENSOR)
 
 

@@ -73,6 +73,7 @@ CALLS = {
     "i[1], i[2], i[3], i[4], i[5], i[6], i[7])",
     "places": "places((int*)p[0], i[0], i[1])",
     "exchange": "exchange((int*)p[0], i[0])",
+    "activations": "activations((Floats4*)p[0], i[0])",
     "gemm_norm": "gemm_norm((unsigned char*)p[0], (float*)p[1], (unsigned char*)p[2], "
     "(float*)p[3], p[4], (float*)p[5], (float*)p[6], (float*)p[7], (float*)p[8], i[0], i[1], i[2], "
     "i[3], i[4], i[5], i[6], i[7], i[8], 1e-5f)",  # the only eps of suites
@@ -553,6 +554,10 @@ NORMED = {
     # What four waves, and what two of four normalize together.
     "layer_of_four": ("layer", "none", Granularity.NONE, False, True, 256, (
         (65, 256, 129), (3, 201, 40))),
+    "gelu_wide": ("layer", "gelu", Granularity.TENSOR, False, True, 128, (
+        (70, 128, 300), (3, 100, 40))),
+    "gelu_by_group": ("rms", "gelu_tanh", Granularity.GROUP, True, False, 192, (
+        (33, 192, 129), (5, 130, 256))),
     "block_of_two": ("block_rms(128)", "silu", Granularity.ROW, False, False, 256, (
         (66, 256, 128), (2, 128, 17))),
     "block_by_group": ("block_rms(32)", "hardswish", Granularity.NONE, True, True, 256, (
@@ -560,7 +565,7 @@ NORMED = {
         (7, 64, 255))),
 }  # fmt: skip
 KINDS = {"layer": 1, "rms": 2, "block_rms": 2}
-ACTIVATIONS = ("none", "relu", "hardswish", "silu")
+ACTIVATIONS = ("none", "relu", "hardswish", "silu", "gelu", "gelu_tanh")
 OUTPUTS = (Granularity.NONE, Granularity.ROW, Granularity.GROUP, Granularity.TENSOR)
 GIVEN_SCALE = 0.005  # of a tensor: most of what is normalized saturates under it
 
@@ -692,7 +697,10 @@ SPECIAL = (math.nan, 1.0, -1.0, 0.0, math.inf, 2.0, -2.0, 1e-3, -math.inf, 9.0, 
 
 @pytest.mark.sample(every=2)
 @pytest.mark.parametrize("gpu", FORMATS)
-def test_silu_of_a_number_does_not_depend_on_its_neighbors(gpu: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("activation", ACTIVATIONS[3:])
+def test_gemm_norm_activates_a_number_whatever_its_neighbors_are(
+    gpu: str, activation: str, tmp_path: Path
+) -> None:
     """Four share a reciprocal, among them NaN and infinities; what is below 2^-94 may be 0."""
     form, (m, n, k) = FORMATS[gpu], (64, 64, 16)
     bias = torch.cat([torch.tensor(SPECIAL), torch.linspace(-20, 20, n - len(SPECIAL))])
@@ -700,16 +708,47 @@ def test_silu_of_a_number_does_not_depend_on_its_neighbors(gpu: str, tmp_path: P
         QuantizedTensor(torch.zeros(rows, k).to(form.dtype), torch.ones(rows, 1), Granularity.ROW)
         for rows in (m, n)
     )
-    macros = {"TILE_N": n, "BY_GROUP": 0, "NORM": 0, "SPAN": n, "ACTIVATION": 3, "OUT": 0}
+    macros = {"TILE_N": n, "BY_GROUP": 0, "NORM": 0, "SPAN": n,
+              "ACTIVATION": ACTIVATIONS.index(activation), "OUT": 0}  # fmt: skip
     path = program("gemm_norm", gpu, macros, folder())
-    epilogue = NormEpilogue(norm_named("none"), bias, activation="silu")
-    exact = bias.double() * torch.sigmoid(bias.double())
+    epilogue = NormEpilogue(norm_named("none"), bias, activation=activation)
+    exact = ops.ACTIVATIONS[activation][0](bias.double())
+    least = 2.0**-94 if activation == "silu" else 1e-6
     for reverse in (False, True):
         found = normalized(path, left, right, epilogue, Granularity.NONE, tmp_path, reverse=reverse)
         assert isinstance(found, Tensor)
-        allowed = (2.0**-8 * exact.abs()).clamp_min(2.0**-94)
+        allowed = (2.0**-8 * exact.abs()).clamp_min(least)
         near = ((found - exact).abs() <= allowed) | (found == exact)
         assert (near | (found.isnan() & exact.isnan())).all(), bias[~near.all(dim=0)]
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS[4:])
+def test_gemm_norm_has_gelu_near_that_of_float64(activation: str, tmp_path: Path) -> None:
+    """Before it is rounded; reciprocals err by one unit in the last place in one of both orders."""
+    where = folder("_activations")
+    text = """#include "gemm_norm.hip"
+    static void activations(Floats4* z, long count) {
+        for (long i = thread_index(); i < count; i += 256) z[i] = activated(z[i]);
+    }
+    """
+    made_once(where / "activations.hip", lambda to: to.write_text(text))
+    macros = {"TILE_N": 64, "BY_GROUP": 0, "NORM": 0, "SPAN": 64,
+              "ACTIVATION": ACTIVATIONS.index(activation), "OUT": 0}  # fmt: skip
+    path = program("activations", "gfx950", macros, where)
+    sizes = torch.logspace(-40, 38, 500)
+    given = torch.tensor([math.nan, math.inf, -math.inf, 3e38, -3e38, 0.0, -0.0, 1.0])
+    v = torch.cat([given, sizes, -sizes, torch.linspace(-30, 30, 40000)])
+    exact = ops.ACTIVATIONS[activation][0](v.double())
+    for reverse in (False, True):
+        (found,) = launch(path, 1, [v], [len(v) // 4], tmp_path, reverse=reverse)
+        assert torch.equal(found.isnan(), exact.isnan())
+        assert found[1] == math.inf and not found[4:7].any()
+        assert not found[5].signbit() and bool(found[6].signbit())
+        error, finite = (found.double() - exact).abs(), exact.isfinite()
+        assert (error <= 8e-7 + 2.0**-21 * exact.abs())[finite].all(), error[finite].max()
+        inner, small = (v >= -4.5) & (v.abs() > 1e-30) & finite, v.abs() < 1
+        assert (error <= 8e-4 * exact.abs())[inner].all()
+        assert (error <= 3e-6 * exact.abs() + 1e-38)[small].all()
 
 
 def normalized(
@@ -811,6 +850,8 @@ WITH_NORM = {
     "rms+silu": ((33, 40, 96), Granularity.ROW),
     "bias+block_rms(64)+hardswish": ((5, 192, 128), Granularity.GROUP),
     "block_rms(32)+relu": ((64, 64, 48), Granularity.TENSOR),
+    "bias+layer+affine+gelu": ((33, 40, 96), Granularity.TENSOR),
+    "bias+gelu_tanh": ((5, 64, 128), Granularity.ROW),
     "none": ((3, 8, 16), Granularity.NONE),
 }
 
