@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from lokakern.errors import UnknownNameError
@@ -186,24 +185,3 @@ def norm_form(text: str) -> NormForm:
             "this order, joined by +"
         )
     return form
-
-
-# Kernels whose files, which digests of rows cover, do not say that they would leave GELU out.
-_WITHOUT_GELU = ("triton.norm_quantize", "triton.gemm_norm_", "triton.gemm_block_norm_")
-
-
-def gelu_refusal(kernel: str, parts: Sequence[str], epilogue: str) -> str | None:
-    """Why a kernel of an op with a norm does not apply the GELU of an epilogue, or None.
-
-    Args:
-        kernel: Its name.
-        parts: Those of a composition.
-        epilogue: As in `Problem`.
-    """
-    last = next((word for word in epilogue.split("+") if word.startswith("gelu")), None)
-    if last is None:
-        return None
-    without = next((name for name in parts or (kernel,) if name.startswith(_WITHOUT_GELU)), None)
-    if without is None:
-        return None
-    return f"has no {last}" if without == kernel else f"{without}: has no {last}"

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from lokakern import jit
 from lokakern.device import current_device
-from lokakern.epilogue import gelu_refusal
 from lokakern.errors import UnknownNameError
 from lokakern.registry import architectures as gpus
 from lokakern.registry import digests, float16, libraries
@@ -282,9 +281,6 @@ class Kernel:
             if reason is not None:
                 return Rejected(reason)
         # digest: on
-        reason = gelu_refusal(self.name, self.parts, problem.epilogue)
-        if reason is not None:
-            return Rejected(reason)
         if float16.is_in(problem):
             reason = float16.refusal(self.name, self.parts, problem)
             if reason is not None:

@@ -1,4 +1,4 @@
-"""Kernels that do not have GELU say so."""
+"""Kernels that have silu have GELU."""
 
 from __future__ import annotations
 
@@ -7,58 +7,57 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lokakern.epilogue import gelu_refusal
 from lokakern.functional.norm_checks import norm_quantize_problem
-from lokakern.registry.register import KERNELS, load_kernels
-from lokakern.types import Device, Format, Granularity, NormEpilogue, Rejected
+from lokakern.registry.register import KERNELS, fp8_format, load_kernels
+from lokakern.types import Device, Granularity, NormEpilogue, Rejected
 from lokakern.workloads.norm_cases import chain_layer_cases
 
 load_kernels()
-H200 = Device("nvidia", "NVIDIA H200", "sm_90", 132, 140)
-PROBLEMS = [
-    case.problem for case in chain_layer_cases(512, 256, 256, "bias+gelu", "X1", Format.E4M3FN)
+DEVICES = [
+    Device("nvidia", "NVIDIA L40S", "sm_89", 142, 44),
+    Device("nvidia", "NVIDIA H200", "sm_90", 132, 140),
+    Device("nvidia", "NVIDIA B200", "sm_100", 148, 180),
+    Device("amd", "AMD Instinct MI300X", "gfx942", 304, 192),
+    Device("amd", "AMD Instinct MI355X", "gfx950", 256, 288),
 ]
-WITH_GELU = ("cuda.", "torch.")
+FUSED = {
+    "sm_90": {"cuda.gemm_norm_bf16", "cuda.quantize_row+cuda.gemm_norm_row_fast"},
+    "sm_100": {"triton.gemm_norm_bf16", "triton.gemm_norm_row"},
+    "gfx942": {"triton.gemm_norm_bf16", "hip.gemm_norm_row", "hip.gemm_norm_block"},
+    "gfx950": {"triton.gemm_norm_block", "hip.gemm_norm_row", "hip.gemm_norm_block"},
+}
 
 
+@pytest.mark.parametrize("device", DEVICES, ids=str)
 @pytest.mark.parametrize("last", ["gelu", "gelu_tanh", "layer+gelu", "gelu+residual_last"])
-def test_only_kernels_that_have_gelu_take_it(last: str) -> None:
+def test_kernels_that_take_silu_take_gelu(last: str, device: Device) -> None:
     taking = set()
-    for name, kernel in KERNELS.items():
-        for problem in PROBLEMS if kernel.op == "gemm_norm" else ():
-            silu = last.replace("gelu_tanh", "gelu").replace("gelu", "silu")
-            plain, asked = (
-                replace(problem, epilogue=problem.epilogue.replace("gelu", word))
-                for word in (silu, last)
-            )
-            answer = kernel.supports(asked, H200)
-            if isinstance(answer, Rejected):
-                takes_silu = not isinstance(kernel.supports(plain, H200), Rejected)
-                assert not takes_silu or "has no gelu" in answer.reason, name
-            else:
-                taking.add(name)
-    assert {"cuda.gemm_norm_bf16", "cuda.quantize_row+cuda.gemm_norm_row_fast"} <= taking
-    lasts = {name.rpartition("+")[-1] for name in taking}
-    assert all(name.startswith(WITH_GELU) for name in lasts)
+    given = (512, 256, 256, "bias+gelu", "X1", fp8_format(device))
+    for problem in [case.problem for case in chain_layer_cases(*given)]:
+        silu = last.replace("gelu_tanh", "gelu").replace("gelu", "silu")
+        plain, asked = (
+            replace(problem, epilogue=problem.epilogue.replace("gelu", word))
+            for word in (silu, last)
+        )
+        for name, kernel in KERNELS.items():
+            if kernel.op == "gemm_norm":
+                refused, why = (kernel.refusal(each, device) for each in (plain, asked))
+                assert (why is None) is (refused is None), (name, why)
+                taking |= {name} if why is None else set()
+    if not last.endswith("residual_last"):
+        assert FUSED.get(device.architecture, set()) <= taking
 
 
-def test_a_composition_names_the_kernel_that_has_none() -> None:
-    problem = replace(PROBLEMS[0], epilogue="bias+layer+affine+gelu+residual_last")
-    parts = ("torch.bf16", "triton.norm_quantize")
-    found = gelu_refusal("+".join(parts), parts, problem.epilogue)
-    assert found == "triton.norm_quantize: has no gelu"
-    assert gelu_refusal("triton.gemm_norm_row", (), problem.epilogue) == "has no gelu"
-    assert gelu_refusal("cuda.gemm_norm_row", (), problem.epilogue) is None
-    silu = replace(problem, epilogue="bias+silu")
-    assert gelu_refusal("triton.gemm_norm_row", (), silu.epilogue) is None
-
-
-def test_activations_are_quantized_by_kernels_that_have_them() -> None:
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+def test_activations_are_quantized_by_kernels_that_have_them(device: Device) -> None:
     x, epilogue = torch.empty(512, 256).bfloat16(), NormEpilogue(activation="gelu")
-    problem = norm_quantize_problem(x, epilogue, (Format.E4M3FN, Granularity.ROW), None)
-    names = {"cuda.activate_quantize_row", "cuda.norm_quantize", "torch.norm_quantize"}
+    form = (fp8_format(device), Granularity.ROW)
+    problem = norm_quantize_problem(x, epilogue, form, None)
+    names = {"triton.norm_quantize", "torch.norm_quantize"}
+    if device.architecture == "sm_90":
+        names |= {"cuda.activate_quantize_row", "cuda.norm_quantize"}
     found = {
         name for name, kernel in KERNELS.items() if kernel.op == "norm_quantize"
-        if not isinstance(kernel.supports(problem, H200), Rejected)
+        if not isinstance(kernel.supports(problem, device), Rejected)
     }  # fmt: skip
     assert found == names

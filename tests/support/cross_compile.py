@@ -26,6 +26,7 @@ from triton.compiler import ASTSource
 from lokakern.kernels.triton import (
     added_products,
     dequantize,
+    gelu,
     gemm_norm,
     norm_pieces,
     norm_quantize,
@@ -175,12 +176,17 @@ GEMM_NORMS = (
     ("gemm_block_norm_row", "rms", 128, 1024, 512, "hardswish", "none", "row"),
     ("gemm_block_norm_tensor", "rms", 64, 1024, 512, "gate", "none", "none"),
     ("gemm_block_norm_bf16", "rms", 32, 1024, 512, "none", "none", "none"),
+    ("gemm_norm_row", "layer", 256, 256, 512, "gelu", "none", "row"),
+    ("gemm_norm_block", "none", 384, 384, 512, "gelu", "last", "none"),
+    ("gemm_block_norm_row", "rms", 256, 1024, 1024, "gelu_tanh", "none", "static"),
 )
 NORMS = (
     ("layer", 0, 256, "bf16", "hardswish", "none", "row"),
     ("layer", 0, 1000, "bf16", "none", "before", "none"),
     ("rms", 128, 1024, "fp32", "cross", "none", "group"),
     ("rms", 0, 8192, "bf16", "gate", "before", "static"),
+    ("layer", 0, 256, "bf16", "gelu", "none", "row"),
+    ("none", 0, 2048, "bf16", "gelu_tanh", "none", "group"),
 )
 
 
@@ -205,7 +211,7 @@ def norm_cases(target: str) -> Iterator[Case]:
         yield Case(
             f"{name} {tile.block_m}x{tile.part_n}x{tile.parts}x{tile.block_k} {norm} n={n} k={k} "
             f"{last} {residual} {scales}",
-            gemm_norm.gemm_norm_kernel,
+            (gelu if last in gelu.ACTIVATIONS else gemm_norm).gemm_norm_kernel,
             (operand, "*fp32", operand, "*fp32", out, "*fp32", "*fp32", "*fp32", "*fp32",
              "*bf16", "*bf16", "*bf16"),
             (n, k, k, k, n, 16 if kind == "block" else 1, n, n, n), 1,
@@ -223,7 +229,7 @@ def norm_cases(target: str) -> Iterator[Case]:
             out, constants = f"*{four}", format_constants(target, four)
         yield Case(
             f"norm_quantize {norm} {columns} {source} {last} {residual} {scales}",
-            norm_quantize.norm_quantize_kernel,
+            (gelu if last in gelu.ACTIVATIONS else norm_quantize).norm_quantize_kernel,
             (f"*{source}", out, "*fp32", *["*bf16"] * 6),
             (columns,) * 6, 1,
             (norm, span, 1e-5, False, True, True, last, residual, scales, *constants,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lokakern import numerics
+from lokakern.epilogue import ACTIVATIONS
 from lokakern.measure.norm_errors import norm_kernel_error
 from lokakern.norm import NO_NORM, Norm, static_scale
 from lokakern.registry import ops
@@ -23,6 +24,7 @@ TAILS = (
     ("bias", "affine", "hardswish"), ("residual", "norm_weight"), ("bias", "gate"), ("silu",),
     ("bias", "residual", "affine", "cross"), ("norm_bias", "relu"), ("residual_last",),
     ("bias", "residual_last", "affine", "gate"), (), ("residual", "silu"), ("cross",),
+    ("bias", "affine", "gelu"), ("residual_last", "gelu_tanh"),
 )  # fmt: skip
 OUTS = ((Format.BFLOAT16, NONE), (Format.E4M3FN, ROW), (Format.E4M3FN, TENSOR),
         (Format.E4M3FN, GROUP), (Format.E4M3FNUZ, ROW), (Format.E5M2, GROUP))  # fmt: skip
@@ -73,7 +75,7 @@ def vectors(
     elif "cross" in words:
         given["x0"], given["x"] = matrix(), matrix()
     else:
-        given["activation"] = next((w for w in words if w in ("relu", "hardswish", "silu")), "none")
+        given["activation"] = next((w for w in words if w in ACTIVATIONS), "none")
     return given
 
 

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -95,6 +96,11 @@ def test_hip_keeps_matrix_cores_busier_than_triton(architecture: str) -> None:
     assert busy["hip"] > 1.4 * busy["triton"] > 0
 
 
+def has_gelu(row: dict[str, Any]) -> bool:
+    """Which takes a fifth more of vector instructions than silu."""
+    return any(f"ACTIVATION={which} " in row["variant"] for which in (4, 5))
+
+
 @pytest.mark.parametrize("architecture", ["gfx942", "gfx950"])
 def test_products_take_two_fifths_of_norms_of_256_columns(architecture: str) -> None:
     """At k = 1024, with bfloat16 and FP8, with and without silu, without waits in the loop."""
@@ -103,6 +109,7 @@ def test_products_take_two_fifths_of_norms_of_256_columns(architecture: str) -> 
         for row in resources.resource_rows()
         if (row["kernel"], row["architecture"]) == ("hip.gemm_norm_row", architecture)
         and row["variant"].startswith("TILE_N=256 ")
+        and not has_gelu(row)
     ]
     assert len(rows) == 4
     for row in rows:
@@ -129,6 +136,7 @@ def test_shares_stay_and_loops_do_not_wait(
         for row in resources.resource_rows()
         if (row["kernel"], row["architecture"]) == (f"hip.{kernel}", architecture)
         and row["variant"].startswith(f"{variant} ")
+        and not has_gelu(row)
     ]
     assert rows
     for row in rows:
