@@ -11,12 +11,13 @@ six rounds on, and else with the range of the rounds, which is called so. What i
 measured apart: the sampled step and others by themselves, steps without a watch, what of a sampled
 step its ops, its hooks and its end take, the thread's time for each window, and how many products
 it replayed. With ``--quiet-steps`` the model then learns a teacher's clicks on batches that change,
-and alarms are counted and printed. Then one feature of DLRM-DCNv2 grows until FP8 is unsafe; in a
-model that learned before it need not become so. "samples" takes those of the nine layers without
-the model, by the kernel and by torch: what both take must be equal, and it prints the host's time
-of a sampled step, warm and with other work in between, and launches and time of the device. Prints
-some lines for each case, and writes all figures to FILE. About a minute on an H200 without a quiet
-run; ``--size tiny --every 10 --kernels row`` tries it on a CPU.
+and alarms are counted and printed. Then the embeddings of DLRM-DCNv2 drift, one way after the
+other: their mean moves, their spread is 100 times as large, and one feature grows until FP8 is
+unsafe; in a model that learned before it need not become so. "samples" takes those of the nine
+layers without the model, by the kernel and by torch: what both take must be equal, and it prints
+the host's time of a sampled step, warm and with other work in between, and launches and time of the
+device. Prints some lines for each case, and writes all figures to FILE. About a minute on an H200
+without a quiet run; ``--size tiny --every 10 --kernels row`` tries it on a CPU.
 """
 
 from __future__ import annotations
@@ -408,8 +409,8 @@ def measure(case: str, asked: argparse.Namespace) -> dict[str, Any]:
         known = list(watch.events)
         quiet = quiet_run(watched, watch, thread, asked) if asked.quiet_steps else None
         windows_before = len(thread.windows)
-        found = found_after(watched, watch) if asked.model == "dlrm" else (None, None, 0)
-        told, swapped, compiled = found
+        ways = DRIFTS if asked.model == "dlrm" else {}
+        drifts = {name: found_after(watched, watch, drift) for name, drift in ways.items()}
         thread.end()
     return {
         "model": asked.model, "case": case, "samples": len(watched.inputs[0]), "every": every,
@@ -422,8 +423,8 @@ def measure(case: str, asked: argparse.Namespace) -> dict[str, Any]:
         "drift_windows": thread.windows[windows_before:],
         "layers": len({event.site for event in known}),
         "alarms": sum(bool(event.moved) for event in known), "recompiled": recompiled,
-        "quiet": quiet, "told_after": told, "swapped_after": swapped, "compiled_by_swap": compiled,
-        "in_bf16": watch.in_bf16, "control_ms": control_ms, "control_other_ms": control_other_ms,
+        "quiet": quiet, "drifts": drifts, "in_bf16": watch.in_bf16,
+        "control_ms": control_ms, "control_other_ms": control_other_ms,
         "host_waits": 0 if DEVICE == "cuda" else None,  # or an error was raised
     }  # fmt: skip
 
@@ -594,12 +595,20 @@ def quiet_run(
     }  # fmt: skip
 
 
-def found_after(watched: Training, watch: DriftWatch) -> tuple[int | None, int | None, int]:
-    """Steps from a drift until it is told, and until products run in bfloat16; compiled for it."""
+def found_after(
+    watched: Training, watch: DriftWatch, drift: Callable[[Tensor], Tensor]
+) -> dict[str, int | None]:
+    """Steps from a drift until it is told, and until products run in bfloat16; compiled for it.
+
+    A drift that leaves FP8 safe swaps nothing: the steps end three samples after it is told.
+    """
     earlier, begun, graphs = len(watch.events), watch.steps, COUNTERS["unique_graphs"]
-    watched.inputs[1].data[:, 0] *= GROWTH
+    probe: Any = watch._probe
+    x = watched.inputs[1].data
+    usual = x.clone()
+    x.copy_(drift(usual))
     told = swapped = None
-    for _ in range(MOST_STEPS):
+    while watch.steps - begun < (MOST_STEPS if told is None else told + 3 * probe.every):
         watched.step()
         new = watch.events[earlier:]
         if told is None and any(event.moved for event in new):
@@ -609,7 +618,16 @@ def found_after(watched: Training, watch: DriftWatch) -> tuple[int | None, int |
             break
     for _ in range(3):
         watched.step()
-    return told, swapped, COUNTERS["unique_graphs"] - graphs
+    compiled = COUNTERS["unique_graphs"] - graphs
+    x.copy_(usual)
+    return {"told_after": told, "swapped_after": swapped, "compiled": compiled}
+
+
+def drift_line(row: dict[str, Any], name: str) -> str:
+    told, swapped, compiled = row["drifts"][name].values()
+    late = "" if max(told or MOST_STEPS, swapped or 0) <= BAR else f" (more than {BAR})"
+    then = "FP8 stays" if swapped is None else f"swapped after {swapped}, {compiled} compiled"
+    return f"  {name}: told after {told} steps, {then}{late}"
 
 
 def quiet_lines(quiet: dict[str, Any] | None) -> list[str]:
@@ -665,11 +683,6 @@ def lines_of(row: dict[str, Any]) -> list[str]:
     of_sample, of_step = row["sampled_ms"] - row["other_ms"], row["other_ms"] - row["unwatched_ms"]
     same = row["control_ms"] - row["control_other_ms"]  # between both models without a watch
     expected = (of_sample / row["every"] + of_step - same) / row["unwatched_ms"]
-    late = "" if (row["swapped_after"] or MOST_STEPS) <= BAR else f" (more than {BAR})"
-    drift = (
-        f"  drift told after {row['told_after']} steps, swapped after {row['swapped_after']}{late},"
-        f" {row['compiled_by_swap']} compiled for it, in bf16: {', '.join(row['in_bf16'])}"
-    )
     return [
         f"{row['model']}, {row['case']} at {row['samples']}: overhead {row['overhead']:+.2%} "
         f"({interval_words(low, high, len(row['overheads']))}) of {row['step_ms']:.3f} ms, "
@@ -690,7 +703,8 @@ def lines_of(row: dict[str, Any]) -> list[str]:
         f"  thread: first {thread('first_windows')}; in rounds {thread('windows')}; of the drift "
         f"{thread('drift_windows')}",
         *quiet_lines(row["quiet"]),
-        *([drift] if row["model"] == "dlrm" else []),
+        *(drift_line(row, name) for name in row["drifts"]),
+        f"  in bf16: {', '.join(row['in_bf16'])}",
     ]
 
 
