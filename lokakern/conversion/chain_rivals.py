@@ -70,6 +70,8 @@ class ChainJudge:
         admits_static: Whether the budget admits static scales.
         weights: Granularities of quantized weights.
         half: Format in which layers multiply unquantized, and of a chain's input and output.
+        quantizes_weights: Whether each call quantizes the weights, so that times of chains are with
+            that.
     """
 
     limit: float
@@ -80,6 +82,7 @@ class ChainJudge:
     admits_static: bool = True
     weights: tuple[Granularity, ...] = FORMS
     half: Format = Format.BFLOAT16
+    quantizes_weights: bool = False
 
     def chain(self, layers: tuple[Layer, ...], m: int) -> Chain:
         """A request for a chain of unquantized input and output."""
@@ -223,6 +226,14 @@ class Rivals:
             out_format=fp8_format(self._judge.device), out_granularity=kernel.granularity,
         )  # fmt: skip
         return next(_times(_named(self._table_of(problem), kernel.name), m), None)
+
+    def of_weight(self, layer: Layer, scales: Granularity) -> Time | None:
+        """The least time to quantize the weight of a layer; None if none was measured."""
+        problem = make_problem(
+            "quantize", (layer.n, layer.k), a=self._judge.chain((layer,), 16).operand(layer.k),
+            out_format=fp8_format(self._judge.device), out_granularity=scales,
+        )  # fmt: skip
+        return min(_times(self._table_of(problem).candidates, layer.n), default=None, key=_us)
 
     def _separate(self, layer: Layer) -> Iterator[Candidate]:
         """Unquantized kernels with a separate norm or activation."""

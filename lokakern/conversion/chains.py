@@ -13,6 +13,8 @@ only if it is faster beyond noise than what would run instead: for each layer th
   without a norm counts nothing, and neither does a quantizer after a norm with a static scale.
 
 Times are those of the GPU alone, measured or interpolated between measured m, never predicted.
+Where each call quantizes the weights, as in the backend of torch.compile, times of a chain are with
+that.
 """
 
 from __future__ import annotations
@@ -207,6 +209,7 @@ def _asked(
         row_err=judge.limit, distributions=judge.distributions, regime=judge.regime,
         m_range=judge.m_range, static=judge.admits_static, weights=judge.weights,
         format=judge.half, cuts=None if cuts is None else sorted(cuts),
+        **({"quantizes_weights": True} if judge.quantizes_weights else {}),
     )  # fmt: skip
 
 
@@ -491,8 +494,23 @@ class _Search:
         error_of = None if ways is None else functools.partial(reported_error, ways=ways)
         usable = filter(self._is_usable, own_options(chain, 1, limit, error_of))
         every = (_with_added(option, x.added) for option in usable)
+        if self._judge.quantizes_weights:
+            every = (more for option in every if (more := self._with_weight(option, x)) is not None)
         found = (o for o in every if o.square < math.inf and (o.steps[-1].row_err or 0.0) <= limit)
         return found if ways is None else (o for o in found if _is_read_safely(o, ways))
+
+    def _with_weight(self, option: LayerOption, x: SpanLayer) -> LayerOption | None:
+        """An option with the time to quantize its weight; None if that is unknown."""
+        scales, last = _weight_of(option), option.steps[-1]
+        if scales is NONE:
+            return option
+        found = self._rivals.of_weight(x.layer, scales)
+        if found is None:
+            return None
+        us, margin = found.latency_us, math.hypot(last.time.margin_us, found.margin_us)
+        time = replace(last.time, latency_us=last.time.latency_us + us, margin_us=margin)
+        steps = (*option.steps[:-1], last._replace(time=time))
+        return option._replace(time_us=option.time_us + us, steps=steps)
 
     def _is_usable(self, option: LayerOption) -> bool:
         forms = cast(Form, option.reads), cast(Form, option.writes)
@@ -662,6 +680,8 @@ class _Search:
             f"{math.exp(sum(logs) / len(logs)):.2f}x as fast in geometric mean over m="
             f"{at[0] if len(at) == 1 else f'{at[0]}..{at[-1]}'}"
         )
+        if self._judge.quantizes_weights and read:
+            why += ", weights quantized in each call"
         text = in_dtype(plan_text(layers, aligned, _merged(other)), self._judge.half.dtype)
         begins = (self.at(start, stop, m, weights) for m, steps in aligned if steps)
         most = self._most_added(start, stop, [x for x in (*times, *begins) if x is not None])

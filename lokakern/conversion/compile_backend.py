@@ -5,16 +5,17 @@
     torch.compile(model, backend="lokakern", options={"budget": 0.06})
 
 Each linear product of a graph (`lokakern.nn.graph_products`) gets the routes that measurements
-choose. Weights are quantized in each call, so that they may change between calls, and times include
-that. A graph without a chosen kernel reaches Inductor as Dynamo made it. torch finds the backend
-through the entry point group ``torch_dynamo_backends``.
+choose. Layers without gradients, with the norms and activations behind them, are chains where these
+are faster (`lokakern.nn.graph_chains`). Weights are quantized in each call, so that they may change
+between calls, and times include that. A graph without a chosen kernel reaches Inductor as Dynamo
+made it. torch finds the backend through the entry point group ``torch_dynamo_backends``.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -22,18 +23,26 @@ import torch
 from torch import fx
 
 from lokakern import sampled_check
+from lokakern.conversion.chain_rivals import ChainJudge
+from lokakern.conversion.chain_spans import chain_judge, why_no_chains
+from lokakern.conversion.chain_spans import words_of as words_of_sites
+from lokakern.conversion.compiled_chains import calls_of, planned_in
 from lokakern.conversion.routes import GEMMS, Judge, Route, routes_of
 from lokakern.errors import FormatError, UnknownNameError
+from lokakern.nn.chain_call import has_no_launch
 from lokakern.nn.compiled_form import fuse_quantizers
+from lokakern.nn.graph_chains import layers_in, replace_chain
 from lokakern.nn.graph_products import Product, linear_products
 from lokakern.nn.linear import words_of
 from lokakern.nn.routed_matmul import PLAIN, in_dtype, kernel_at
 from lokakern.selection import dispatcher
 from lokakern.selection.arguments import budget_of
+from lokakern.selection.weight_forms import FORMS
 from lokakern.types import COMPILED, Device, ErrorBudget, Format
 
 logger = logging.getLogger("lokakern")
 _EXPECTED = 'expected options={"budget": 0.06}, the largest row error of a product, or None'
+IN_CHAIN = "a chain runs it"
 _EXPLAINED: dict[tuple[Any, ...], str] = {}  # by name and sizes
 
 
@@ -81,6 +90,7 @@ class Options:
         check: As of `convert`.
         skip: As of `convert`: names of products, as `explain` tells them, or patterns. Names that
             do not occur have no effect, because a graph may be a part of a model.
+        chains: As of `convert`: whether layers without gradients may run as chains.
         mode: The mode of torch.compile, which takes ``mode=`` or ``options=``, not both.
     """
 
@@ -90,6 +100,7 @@ class Options:
     distribution: tuple[str, ...] | None = None
     check: str | None = None
     skip: tuple[str, ...] = ()
+    chains: bool = True
     mode: str | None = None
 
     @classmethod
@@ -138,17 +149,25 @@ def _of_mode(mode: object) -> dict[str, Any]:
 
 
 def replace_products(gm: fx.GraphModule, asked: Options) -> bool:
-    """Replace the products that have a kernel; whether there was one."""
+    """Replace the chains and products that have kernels; whether there was one."""
     judge = Judge(asked.budget, asked.distribution, regime=asked.regime)
     marker = sampled_check.Marker(asked.check)
     known: dict[tuple[Any, ...], tuple[Route, ...]] = {}
-    is_changed = False
+    found: dict[Product, tuple[Route, ...]] = {}
+    whys: dict[Product, str] = {}
     for product in linear_products(gm):
-        why, routes, texts = product.why_not, tuple[Route, ...](), list[str]()
-        if not why and any(fnmatchcase(product.name, pattern) for pattern in asked.skip):
-            why = "skip names it"
+        whys[product] = product.why_not
+        if not whys[product] and any(fnmatchcase(product.name, x) for x in asked.skip):
+            whys[product] = "skip names it"
+        if not whys[product]:
+            found[product] = _routes_of(product, judge, _device_for(product, asked), known)
+    chained = _replace_chains(gm, found, asked, is_checked=marker.is_on)
+    is_changed = bool(chained)
+    for product, why in whys.items():
+        routes, texts = found.get(product, ()), list[str]()
+        if product in chained:
+            why = IN_CHAIN
         if not why:
-            routes = _routes_of(product, judge, _device_for(product, asked), known)
             texts = [_text_at(route.text, product.m) for route in routes]
             why = "" if any(texts) else "no product is quantized"
         if not why:
@@ -158,6 +177,52 @@ def replace_products(gm: fx.GraphModule, asked: Options) -> bool:
             is_changed = True
         _tell(product, routes, texts, why)
     return is_changed
+
+
+def _replace_chains(
+    gm: fx.GraphModule, found: Mapping[Product, tuple[Route, ...]], asked: Options, *,
+    is_checked: bool,
+) -> set[Product]:  # fmt: skip
+    """Run chains of layers without gradients, where they are faster; their products."""
+    layers = layers_in(gm, found)
+    if not layers.products:
+        return set()
+    why = why_no_chains(
+        asked.budget, is_forced=False, is_inference=True, is_checked=is_checked, is_between=True,
+        is_wanted=asked.chains,
+    )  # fmt: skip
+    if why:
+        _keep(f"no chains: {why}")
+        return set()
+    spans, left = planned_in(
+        layers, {x: routes[0] for x, routes in found.items()}, lambda x: _judge_of(x, asked)
+    )
+    for sites, why in left.items():
+        _keep(f"{sites}: no cross is a chain: {why}")
+    chained: set[Product] = set()
+    for span in spans:
+        products = [layers.products[id(x.linear)][1] for x in span.found]
+        m = products[0].m
+        rows, idle = "any m" if m is None else f"m={m}", []
+        for chain in span.plan.chains:
+            words = f"{words_of_sites(span.sites_of(chain))} ({rows})"
+            if m is not None and has_no_launch(chain.text, m):
+                idle.append(f"\n{words}: no chain at this m")
+                continue
+            replace_chain(layers, calls_of(layers, span, chain), chain.text)
+            chained.update(products[chain.start : chain.stop])
+            logger.info("%s: %s", words, IN_CHAIN)
+        _keep(span.explain(()) + "".join(idle), span.sites, rows)
+    return chained
+
+
+def _judge_of(product: Product, asked: Options) -> ChainJudge:
+    assert asked.budget is not None  # else there are no chains
+    judge = chain_judge(
+        asked.budget, _device_for(product, asked), asked.distribution, asked.regime, None, FORMS,
+        Format.of(product.dtype),
+    )  # fmt: skip
+    return replace(judge, quantizes_weights=True)
 
 
 def _text_at(route: str, m: int | None) -> str:
@@ -191,16 +256,22 @@ def _tell(product: Product, routes: Sequence[Route], texts: Sequence[str], why: 
     rows = "any m" if product.m is None else f"m={product.m}"
     title = f"{product.name} ({rows}, n={product.n}, k={product.k})"
     chosen = (f"{gemm}={words_of(text)}" for gemm, text in zip(GEMMS, texts, strict=False))
-    logger.info("%s: %s", title, f"unchanged: {why}" if why else ", ".join(chosen))
-    lines = [f"{title}: unchanged: {why}"] if why else []
+    why = why if why in ("", IN_CHAIN) else f"unchanged: {why}"
+    logger.info("%s: %s", title, why or ", ".join(chosen))
+    lines = [f"{title}: {why}"] if why else []
     lines += [f"{title}: {route.explain()}" for route in routes]
+    _keep("\n".join(lines), title, product.is_trained)
+
+
+def _keep(text: str, *key: Any) -> None:
+    """Keep a text for `explain`, in the place of that with the same key."""
     if len(_EXPLAINED) > 4096:
         _EXPLAINED.clear()
-    _EXPLAINED[title, product.is_trained] = "\n".join(lines)
+    _EXPLAINED[key or (text,)] = text
 
 
 def explain() -> str:
-    """What the backend chose for each product in this process, kernel by kernel, and why.
+    """What the backend chose for each product and chain in this process, and why.
 
     The logger "lokakern" tells the choices in short when a graph is compiled, at level INFO.
     """

@@ -94,6 +94,7 @@ def planned_crosses(
     routes: Mapping[str, Route],
     judge_of: Callable[[Tensor], ChainJudge],
     verdicts: Mapping[str, Verdict] | None = None,
+    graph_of: Callable[[nn.Module], fx.Graph] = graph_of,
 ) -> tuple[list[CrossSpan], dict[str, str]]:
     """The crosses of modules with their chains.
 
@@ -103,6 +104,7 @@ def planned_crosses(
         routes: Routes of their outputs by name.
         judge_of: The judge of layers on the device of a weight.
         verdicts: Those of a report on outputs by name; None: errors are those of the database.
+        graph_of: The graph of the forward of a module.
 
     Returns:
         The crosses, and reasons against others, by the names of their layers, or by the kind of a

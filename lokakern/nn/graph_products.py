@@ -147,10 +147,10 @@ def _origin(x: Any, made_of: dict[fx.Node, str | None]) -> str | None:
 def _made_of(node: fx.Node, made_of: dict[fx.Node, str | None], gm: fx.GraphModule) -> str | None:
     """Name of the parameter that a value is computed from, "" of constants, None of samples."""
     if node.op == "placeholder":
-        value = _value(node)
-        if isinstance(value, nn.Parameter):
+        given = value(node)
+        if isinstance(given, nn.Parameter):
             return _name_of(node)
-        return None if isinstance(value, Tensor) else ""
+        return None if isinstance(given, Tensor) else ""
     if node.op == "get_attr":  # a constant; with Inductor's option "freezing" also parameters
         is_parameter = isinstance(getattr(gm, str(node.target), None), nn.Parameter)
         names = gm.meta.get("dynamo_flat_name_to_original_fqn", {})
@@ -167,7 +167,7 @@ def _name_of(node: fx.Node) -> str:
     return ".".join(keys[1:] if keys[:1] in (["self"], ["fn"]) else keys) or node.name
 
 
-def _value(node: fx.Node) -> Any:
+def value(node: fx.Node) -> Any:
     """The example of a value: a fake tensor, a size or others."""
     return node.meta.get("example_value")
 
@@ -184,7 +184,7 @@ def _product(node: fx.Node, made_of: dict[fx.Node, str | None], why_not: str) ->
     bias = given.get("input" if kind == "addmm" else "bias")
     if not (isinstance(x, fx.Node) and isinstance(weight, fx.Node)):
         return None
-    a, b, y = _value(x), _value(weight), _value(node)
+    a, b, y = value(x), value(weight), value(node)
     if not (isinstance(a, Tensor) and isinstance(b, Tensor) and isinstance(y, Tensor)):
         return None
     is_columns = kind == "matmul" and a.dim() == 2 and b.dim() > 2
@@ -199,7 +199,7 @@ def _product(node: fx.Node, made_of: dict[fx.Node, str | None], why_not: str) ->
     right = b.t() if form == "rows" else b
     n, k = right.shape
     m = prod(a.shape[:-2] if is_columns else a.shape[:-1])
-    added = _value(bias) if isinstance(bias, fx.Node) else None
+    added = value(bias) if isinstance(bias, fx.Node) else None
     if not why_not and (len(node.args) > len(names) or set(given) - set(names)):
         why_not = "it has other arguments than its operands"
     elif not why_not:

@@ -21,7 +21,7 @@ from lokakern.device import current_device
 from lokakern.epilogue import ACTIVATIONS, BESIDE, norm_form
 from lokakern.functional.checks import row_major
 from lokakern.functional.norm_checks import aligned_epilogue
-from lokakern.functional.quantize import dequantize
+from lokakern.functional.quantize import dequantize, quantize
 from lokakern.native import NATIVE, recorded_op
 from lokakern.nn.activations import APPLY
 from lokakern.nn.block_rms_norm import block_rms_norm
@@ -42,7 +42,7 @@ class LayerOperands(NamedTuple):
     Attributes:
         weight: ``[n, k]``, in the dtype of the plan; None if no step at this m reads it.
         data: FP8 data of the weight as `quantize` lays them out, or their bytes; None without a
-            granularity.
+            granularity, and where each call quantizes the weight.
         scale: Its scales, as ``data``.
         bias: ``[n]``, or None.
         norm_weight: ``[n]``, or None.
@@ -193,9 +193,16 @@ def _chain(x: Tensor, operands: Sequence[Tensor | None], plan: str) -> Tensor:
         if steps:
             with scratch.of_one_call():
                 return _launched(row_major(x.detach()), x.dtype, layers, forms, given, steps)
-        for layer, form, tensors in zip(layers, forms, given, strict=True):
-            x = _unquantized(x, layer, form, tensors)
-        return x
+        return unquantized_chain(x, operands, plan)
+
+
+def unquantized_chain(x: Tensor, operands: Sequence[Tensor | None], plan: str) -> Tensor:
+    """`run_chain` in torch's operators, as modules would."""
+    layers, *_ = read_plan(plan)
+    forms = _forms(plan)
+    for layer, form, tensors in zip(layers, forms, _operands_of(operands, forms), strict=True):
+        x = _unquantized(x, layer, form, tensors)
+    return x
 
 
 def _quantized_chain(
@@ -315,6 +322,8 @@ def _quantized_weight(
     """Data and scales of a weight, which may be bytes, in the layout of `quantize`."""
     n, k, scales = layer.n, layer.k, layer.weight
     data, scale = tensors.data, tensors.scale
+    if data is None and tensors.weight is not None:
+        return quantize(row_major(tensors.weight.detach()), scales)
     assert data is not None and scale is not None
     pitch = data.stride(0) if data.dim() == 2 else pitch_of(k)
     data = data.view(fp8).as_strided((n, k), (pitch, 1))
