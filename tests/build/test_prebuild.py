@@ -311,9 +311,9 @@ def test_a_prebuild_is_remembered_until_something_changes(
     recorded: list[int] = []
     real = prebuild.jobs_for
 
-    def counted(problems: Any, *more: Any) -> Any:
+    def counted(problems: Any, *more: Any, **options: Any) -> Any:
         recorded.append(len(list(problems)))
-        return real(problems, *more)
+        return real(problems, *more, **options)
 
     monkeypatch.setattr(prebuild, "jobs_for", counted)
     only = ("cuda.quantize_row",)
@@ -345,7 +345,9 @@ def test_integers_that_triton_specializes_alike_are_one_job(
 
     def job(columns: int) -> Any:
         (found,) = jobs_for(
-            [make_problem("dequantize", (32, columns), out_format=Format.FLOAT32)], H200
+            [make_problem("dequantize", (32, columns), out_format=Format.FLOAT32)],
+            H200,
+            [KERNELS["triton.dequantize_row"]],
         )
         return found
 

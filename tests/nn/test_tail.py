@@ -150,7 +150,7 @@ def in_place(s: Any, x: Tensor) -> Any:
 
 
 def of_gelus(s: Any, x: Tensor) -> Any:
-    return F.gelu(s.norm(s.fc(x)), approximate="tanh") + F.gelu(s.fc(x)) + s.gelu(s.fc(x))
+    return F.gelu(s.norm(s.fc(x)), approximate="tanh") + F.gelu(s.fc(x)) + s.gelu(s.fc(2 * x))
 
 
 def in_a_loop(s: Any, x: Tensor) -> Any:
