@@ -3,7 +3,8 @@
 The forward of the module that calls them is traced, as for crosses. Layers with their tails that
 follow each other, such as ``act(norm(layer(x)))`` in a loop over layers, are a span, as they are in
 an `nn.Sequential`. A wide tail, with a residual or a gate, is in a span where it was measured and a
-chain has it; elsewhere the tail before the residual is. Blocks, each an `nn.Sequential` of layers,
+chain has it; elsewhere the tail before the residual is. Dropout and identities are passed over, as
+the forward has them in evaluation. Blocks, each an `nn.Sequential` of layers,
 are in spans as wholes; a chain of one block alone is that of the sequence.
 """
 
@@ -107,6 +108,7 @@ class _Planner:
 
     def spans_of(self, module: nn.Module, tails: Sequence[FoundTail]) -> list[TailSpan]:
         """The spans of a module with these tails."""
+        tails = _in_evaluation(tails)
         wide = self._wide_tails(module, tails)
         used = {names for names, (x, judge) in wide.items() if is_measured(x, judge)}
         while True:
@@ -172,7 +174,7 @@ class _Planner:
         known = {tail.names: tail for tail in tails}
         blocks = frozenset(
             names for names, tail in known.items()
-            if not tail.behind and isinstance(module.get_submodule(names[0]), nn.Sequential)
+            if isinstance(module.get_submodule(names[0]), nn.Sequential)
         )  # fmt: skip
         # Tails of each layer: the name of a layer tells its chain, which has one weight of it.
         counts = Counter(tail[0] for tail in {tail for run in every for tail in run})
@@ -229,6 +231,13 @@ def _across_blocks(span: TailSpan) -> list[TailSpan]:
     )  # fmt: skip
     is_told = bool(chains) or any(names and names not in span.blocks for names in span.names)
     return [replace(span, plan=replace(span.plan, chains=chains))] if is_told else []
+
+
+def _in_evaluation(tails: Sequence[FoundTail]) -> list[FoundTail]:
+    """Those of the graph of evaluation, of each layer that with what is passed over, if any."""
+    found = [tail for tail in tails if tail.layer.graph is tails[-1].layer.graph]
+    passing = {tail.layer for tail in found if tail.passed and not tail.is_wide}
+    return [x for x in found if x.is_wide or bool(x.passed) == (x.layer in passing)]
 
 
 def _chosen(tails: Sequence[FoundTail], wide: Collection[tuple[str, ...]]) -> list[FoundTail]:

@@ -42,8 +42,7 @@ def found_tails(module: nn.Module) -> list[FoundTail]:
     # A forward is guarded against other children, and not against others of these.
     return [
         tail for tail in found
-        if all(name.endswith("()") or id(module.get_submodule(name)) in children
-               for name in tail.names)
+        if all(id(module.get_submodule(name)) in children for name in tail.modules)
     ]  # fmt: skip
 
 

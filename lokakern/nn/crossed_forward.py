@@ -162,6 +162,7 @@ class CrossedForward:
     # Names of the children that a forward reads, or None of all, and these with those in lists.
     _read: tuple[str, ...] | None = None
     _read_children: list[nn.Module | None]
+    _passed: tuple[nn.Module, ...] = ()  # identities and dropout within tails
     _missing: tuple[str, ...] = ()  # names of attributes that a forward asked for in vain
     # By shapes of inputs, whether no plan holds.
     _is_idle_at: dict[tuple[torch.Size, ...], bool] | None = None
@@ -180,7 +181,7 @@ class CrossedForward:
         self._arguments = tuple(inspect.signature(type(module).forward).parameters)[1:]
         missing = set(products_of(module))
         missing_tails = {tail.names for tail in tails}
-        codes = []
+        codes, passed = [], dict[str, None]()
         for graph in graphs:
             # An argument, so that a compiled graph of other plans needs no other function.
             with graph.inserting_before(next(iter(graph.nodes))):
@@ -195,6 +196,7 @@ class CrossedForward:
             tail_places = {tail.names: len(crosses) + i for i, tail in enumerate(tails)}
             for tail in wanted_tails(graph, module, tail_places):
                 _replace_tail(graph, tail, plans, tail_places[tail.names])
+                passed |= dict.fromkeys(tail.passed_modules)
                 missing_tails.discard(tail.names)
             codes.append(graph.python_code("self"))
         if missing:
@@ -225,6 +227,7 @@ class CrossedForward:
         reads = {(id(x[0]), x[1]): x for graph in graphs for x in reads_of(graph)}
         self._of_children = list(reads.values())
         self._tied = _tied_names(graphs, module)
+        self._passed = tuple(module.get_submodule(name) for name in passed)
         self._compile()
         self.take_plans(crosses, tails)
 
@@ -413,7 +416,14 @@ class CrossedForward:
 
     @property
     def _is_in_one_mode(self) -> bool:
-        """Whether children are in the mode of the module, where its forward depends on modes."""
+        """Whether children are in the mode of the module, where its forward depends on modes.
+
+        And whether no dropout between calls that became one is in training: the order of calls
+        would draw other numbers.
+        """
+        for passed in self._passed:
+            if passed.training and type(passed) is nn.Dropout:
+                return False
         if len(self._functions) > 1:
             mode = self.module.training
             for child in self._read_children:

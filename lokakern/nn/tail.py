@@ -3,7 +3,8 @@
 In chains of inference a residual may be added before the norm or at the end, and instead of the
 activation a gate be multiplied: ``norm(layer(x) + x)``, ``x + relu(norm(layer(x)))``,
 ``gate * sigmoid(norm(layer(x)))``. Such a tail is *wide*: it reads matrices beside. And a *block*,
-an `nn.Sequential` of whole layers, stands for these layers with their tails.
+an `nn.Sequential` of whole layers, stands for these layers with their tails. Identities and dropout
+are passed over in chains: where dropout is active in a call, the modules run one by one.
 
 They show in the graph of the forward, where `lokakern.nn.crossed_forward` replaces the layer and
 its tail by a call of `run_tail`. In inference this call may run all three as a chain
@@ -15,7 +16,7 @@ its tail by a call of `run_tail`. In inference this call may run all three as a 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import BuiltinFunctionType, BuiltinMethodType, FunctionType
 from typing import Any, NamedTuple
 
@@ -54,7 +55,7 @@ from lokakern.nn.joined import (
 )
 from lokakern.nn.linear import LINEARS_OF_ANY, is_linear
 from lokakern.nn.rectified import has_backward_hooks, multiply_rectified, rectified_at
-from lokakern.nn.static_handoff import BoundedSequential, is_inner, leaves, passes_on
+from lokakern.nn.static_handoff import BoundedSequential, leaves, passes_on
 from lokakern.nn.traced_forward import writes
 
 # Calls of activations that are no modules, by name; "_" is behind those that write to their input.
@@ -70,6 +71,7 @@ NORMS_OF_TAILS = (*NORMS, BlockRMSNorm)
 _SEQUENCES = (nn.Sequential, BoundedSequential)
 _NORM = "norm"
 _NO_LAYER = ""  # in the place of a first layer, of blocks that became empty
+PASSED = "~"  # in names, for an identity or a dropout: what it is shows in the graph
 # Modules whose functions call none that they are given.
 _PURE = (
     "torch", "torch.functional", "torch.nn.functional", "torch._tensor", "torch._jit_internal",
@@ -84,8 +86,9 @@ class Tail(NamedTuple):
     Attributes:
         names: Names of the layer, the norm and the activation in the module, the latter two if they
             are there; of a function "relu()"; or of the layer and an `nn.Sequential` that begins
-            with them; of a wide one also "add()", "sigmoid()" and "mul()"; of a block its own. Of a
-            chain of several layers those of all.
+            with them; of a wide one also "add()", "sigmoid()" and "mul()"; of a block its own; "~"
+            where an identity or a dropout is passed over. Of a chain of several layers those of
+            all.
         rectified: The route of products that apply a relu, or "".
         joined: What is behind the layer whose gradients one op computes, or "".
         chain: The plan of a chain (`lokakern.nn.chain_plan`) of the layer and its tail, or "".
@@ -109,7 +112,8 @@ class Tail(NamedTuple):
             modules: By name.
         """
         found: list[nn.Module | None] = []
-        rest, words = list(self.names), words_of_plan(self.chain) if self.chain else []
+        rest = [name for name in self.names if name != PASSED]
+        words = words_of_plan(self.chain) if self.chain else []
         while rest and len(found) < len(words):
             module = modules.get(rest[0])
             if type(module) in _SEQUENCES:
@@ -137,10 +141,12 @@ class FoundTail(NamedTuple):
         layer: The call of the layer, or of a block.
         behind: The calls of its tail; each reads the one before, which nothing else reads, and of a
             wide one some read a matrix beside.
+        passed: Those of them that return their input, or do so in evaluation.
     """
 
     layer: fx.Node
     behind: tuple[fx.Node, ...]
+    passed: frozenset[fx.Node] = frozenset()
 
     @property
     def end(self) -> fx.Node:
@@ -150,7 +156,7 @@ class FoundTail(NamedTuple):
     @property
     def names(self) -> tuple[str, ...]:
         """As of `Tail`."""
-        return (str(self.layer.target), *map(_name_of, self.behind))
+        return (str(self.layer.target), *map(self._name_of, self.behind))
 
     @property
     def is_wide(self) -> bool:
@@ -158,14 +164,33 @@ class FoundTail(NamedTuple):
         return any(_name_of(node) in (_ADD, _MUL) for node in self.behind)
 
     @property
+    def modules(self) -> list[str]:
+        """Names of all modules that it calls."""
+        return [str(x.target) for x in (self.layer, *self.behind) if x.op == "call_module"]
+
+    @property
+    def passed_modules(self) -> list[str]:
+        """Names of the modules that it passes over."""
+        return [str(x.target) for x in self.behind if x in self.passed and x.op == "call_module"]
+
+    @property
     def arguments(self) -> list[str | fx.Node]:
-        """Names of the tail, as of `Tail`, with the matrices that it reads."""
+        """Names of the tail with the matrices that it reads.
+
+        They are as of `Tail`, but for modules that are passed over their own, and none for
+        functions that are.
+        """
         found: list[str | fx.Node] = []
         for before, node in zip((self.layer, *self.behind), self.behind, strict=False):
+            if node in self.passed and node.op != "call_module":
+                continue
             found.append(_name_of(node))
             if found[-1] in (_ADD, _MUL):
                 found.append(next(x for x in node.all_input_nodes if x is not before))
         return found
+
+    def _name_of(self, node: fx.Node) -> str:
+        return PASSED if node in self.passed else _name_of(node)
 
 
 def planned_tails(
@@ -180,7 +205,7 @@ def planned_tails(
         is_joined: Whether one op may compute gradients.
     """
     planned = []
-    found = [tail for tail in found if tail.behind and not tail.is_wide]
+    found = [tail for tail in found if tail.behind and not (tail.is_wide or tail.passed)]
     for names in dict.fromkeys(tail.names for tail in found):
         alike = [tail for tail in found if tail.names == names]
         layer = module.get_submodule(names[0])
@@ -244,8 +269,9 @@ def can_run(tail: Tail, module: nn.Module) -> bool:
 def parts_of(tail: Tail, module: nn.Module) -> list[Part]:
     """The parts of the chain of a tail; none if the modules and functions are others."""
     modules = [
-        name if name.endswith(_OF_FUNCTION) else module.get_submodule(name) for name in tail.names
-    ]
+        name if name.endswith(_OF_FUNCTION) else module.get_submodule(name)
+        for name in tail.names if name != PASSED
+    ]  # fmt: skip
     if not tail.chain:
         return []
     return _chain_parts(_flat(modules, in_call=False), words_of_plan(tail.chain))
@@ -257,6 +283,7 @@ def modules_behind(names: Sequence[str], parent: nn.Module) -> list[nn.Module] |
     None if a sequence is behind it, of which a chain would run a part.
     """
     behind: list[nn.Module] = []
+    names = [name for name in names if name != PASSED]
     for name, after in itertools.pairwise((*names[1:], "")):
         if name in (_ADD, _MUL) or after == _MUL:  # a sigmoid before it
             continue
@@ -269,7 +296,7 @@ def modules_behind(names: Sequence[str], parent: nn.Module) -> list[nn.Module] |
 
 def beside_in(names: Sequence[str]) -> NormForm:
     """What a wide tail of one layer reads beside, by its names."""
-    behind = names[1:]
+    behind = [name for name in names[1:] if name != PASSED]
     if not behind:  # the last layer of a run
         return NormForm()
     is_first = behind[0] == _ADD
@@ -307,13 +334,13 @@ def _run_chain(
 
 
 def _flat(calls: Sequence[nn.Module | str], *, in_call: bool = True) -> list[nn.Module | str]:
-    """Calls with those of the modules of blocks instead of blocks."""
+    """Calls with those of the modules of blocks instead of blocks, without what is passed over."""
     found: list[nn.Module | str] = []
     for each in calls:
-        if isinstance(each, str) or not is_inner(each):
+        if isinstance(each, str):
             found.append(each)
         else:
-            found += [module for module in leaves(each) if not passes_on(module, in_call)]
+            found += [module for module in leaves([each]) if not passes_on(module, in_call)]
     return found or [_NO_LAYER]
 
 
@@ -424,15 +451,31 @@ def tails_in(graph: fx.Graph, parent: nn.Module) -> list[FoundTail]:
     """
     layers = [node for node in graph.nodes if _called(node, parent) in LINEARS_OF_ANY]
     found = [FoundTail(layer, _behind(layer, parent)) for layer in layers]
-    wide = [FoundTail(layer, _widely_behind(layer, parent)) for layer in layers]
+    wide = [_linked(layer, _widely_behind(layer, parent), parent) for layer in layers]
     taken: set[fx.Node] = set()
     for tail in sorted(wide, key=lambda tail: -len(tail.behind)):  # two may share a sum
         if taken.isdisjoint(tail.behind):
             found.append(tail)
             taken.update(tail.behind)
+    passing = [_linked(x, _behind(x, parent, is_passed=_is_passed), parent) for x in layers]
+    found += [tail for tail in passing if tail.passed]
     blocks = [FoundTail(node, ()) for node in graph.nodes if _is_block(node, parent)]
+    passing = [_linked(x.layer, (), parent) for x in blocks]
     with_tails = [x for x in found if x.behind and joined_run([x], parent) is not None]
-    return [*with_tails, *blocks]
+    return [*with_tails, *blocks, *(tail for tail in passing if tail.passed)]
+
+
+def _linked(layer: fx.Node, behind: tuple[fx.Node, ...], parent: nn.Module) -> FoundTail:
+    """A layer with its tail; with what is passed over behind it, if another layer reads that."""
+    if behind or _is_block(layer, parent):
+        more, reader = _past(behind[-1] if behind else layer, parent)
+        if reader is not None and _is_layer_or_block(reader, parent):
+            behind = (*behind, *more)
+    return FoundTail(layer, behind, frozenset(x for x in behind if _is_passed(x, parent)))
+
+
+def _is_layer_or_block(node: fx.Node, parent: nn.Module) -> bool:
+    return _called(node, parent) in LINEARS_OF_ANY or _is_block(node, parent)
 
 
 def _is_block(node: fx.Node, parent: nn.Module) -> bool:
@@ -476,7 +519,7 @@ def joined_run(run: Sequence[FoundTail], parent: nn.Module) -> FoundTail | None:
         if node not in ours and not _may_follow(node, parent):
             return None
         node = node.next
-    return FoundTail(nodes[0], tuple(nodes[1:]))
+    return FoundTail(nodes[0], tuple(nodes[1:]), frozenset().union(*(x.passed for x in run)))
 
 
 def wanted_tails(
@@ -484,9 +527,8 @@ def wanted_tails(
 ) -> list[FoundTail]:
     """The tails of a graph, and runs of them, that have these names."""
     found = [
-        FoundTail(node, behind)
-        for node in graph.nodes
-        if _called(node, parent) in LINEARS_OF_ANY or _is_block(node, parent)
+        FoundTail(node, behind, frozenset(x for x in behind if _is_passed(x, parent)))
+        for node in graph.nodes if _is_layer_or_block(node, parent)
         for wanted in names
         if wanted[0] == node.target and (behind := _followed(node, wanted[1:], parent))
     ]  # fmt: skip
@@ -498,6 +540,12 @@ def _followed(layer: fx.Node, names: Sequence[str], parent: nn.Module) -> tuple[
     behind: list[fx.Node] = []
     for name in names:
         end = behind[-1] if behind else layer
+        if name == PASSED:
+            reader = _reader(end)
+            if reader is None or not _is_passed(reader, parent):
+                return ()
+            behind.append(reader)
+            continue
         reader = _reader(end) or _combined(end, SUMS) or _combined(end, PRODUCTS)
         if reader is None or _name_of(reader) != name or not _may_be_behind(reader, parent):
             return ()
@@ -515,44 +563,80 @@ def _may_be_behind(node: fx.Node, parent: nn.Module) -> bool:
     return is_known or bool(_activation(node, parent)) or _name_of(node) in (_ADD, _MUL)
 
 
-def _behind(layer: fx.Node, parent: nn.Module) -> tuple[fx.Node, ...]:
-    """The calls of a norm and an activation behind a layer."""
-    reader = _reader(layer)
+def _behind(
+    layer: fx.Node, parent: nn.Module,
+    is_passed: Callable[[fx.Node, nn.Module], bool] = lambda *_: False,
+) -> tuple[fx.Node, ...]:  # fmt: skip
+    """The calls of a norm and an activation behind a layer, and of what is passed over."""
+    passed, reader = _past(layer, parent, is_passed)
     if reader is None:
         return ()
     kind = _called(reader, parent)
     if kind in NORMS_OF_TAILS:
-        last = _reader(reader)
-        return (reader,) if last is None or not _activation(last, parent) else (reader, last)
+        more, last = _past(reader, parent, is_passed)
+        if last is None or not _activation(last, parent):
+            return (*passed, reader)
+        return (*passed, reader, *more, last)
     if kind in _SEQUENCES:
         norm, activation = _first(parent.get_submodule(str(reader.target)))
-        return () if norm is None and activation == "none" else (reader,)
-    return (reader,) if _activation(reader, parent) else ()
+        return () if passed or (norm is None and activation == "none") else (reader,)
+    return (*passed, reader) if _activation(reader, parent) else ()
 
 
 def _widely_behind(layer: fx.Node, parent: nn.Module) -> tuple[fx.Node, ...]:
     """The calls of a wide tail behind a layer; none without one."""
-    behind, end = [], layer
+    behind: list[fx.Node] = []
+
+    def end() -> fx.Node:
+        return behind[-1] if behind else layer
 
     def take(*nodes: fx.Node | None) -> bool:
-        nonlocal end
         found = [node for node in nodes if node is not None]
         if len(found) == len(nodes):
             behind.extend(found)
-            end = found[-1]
         return len(found) == len(nodes)
 
-    has_residual = take(_combined(end, SUMS))
-    reader = _reader(end)
-    if reader is not None and _called(reader, parent) in NORMS_OF_TAILS and take(reader):
-        reader = _reader(end)
+    def take_sum() -> bool:
+        passed, _ = _past(end(), parent)
+        return take(*passed, _combined((end(), *passed)[-1], SUMS))
+
+    has_residual = take_sum()
+    passed, reader = _past(end(), parent)
+    if reader is not None and _called(reader, parent) in NORMS_OF_TAILS and take(*passed, reader):
+        passed, reader = _past(end(), parent)
     is_gated = False
     if reader is not None and _activation(reader, parent):
-        take(reader)
+        take(*passed, reader)
     elif reader is not None and _is_sigmoid(reader, parent):
-        is_gated = take(reader, _combined(reader, PRODUCTS))
-    has_residual = has_residual or take(_combined(end, SUMS))
+        more, _ = _past(reader, parent)
+        product = _combined((reader, *more)[-1], PRODUCTS)
+        is_gated = take(*passed, reader, *more, product)
+    has_residual = has_residual or take_sum()
     return tuple(behind) if has_residual or is_gated else ()
+
+
+def _is_passed(node: fx.Node, parent: nn.Module) -> bool:
+    """Whether a node returns its input, in evaluation at least, with this module or function."""
+    if _called(node, parent) is not None:
+        return passes_on(parent.get_submodule(str(node.target)), in_call=False)
+    if node.op != "call_function" or node.target is not functional.dropout:
+        return False
+    # fx has all options by name.
+    rate, is_training = node.kwargs.get("p"), node.kwargs.get("training")
+    return is_training is False or (isinstance(rate, int | float) and rate == 0)
+
+
+def _past(
+    node: fx.Node, parent: nn.Module,
+    is_passed: Callable[[fx.Node, nn.Module], bool] = _is_passed,
+) -> tuple[list[fx.Node], fx.Node | None]:  # fmt: skip
+    """What is passed over behind a value, each the only reader of the one before, and the next."""
+    passed: list[fx.Node] = []
+    reader = _reader(node)
+    while reader is not None and is_passed(reader, parent):
+        passed.append(reader)
+        reader = _reader(reader)
+    return passed, reader
 
 
 def _is_sigmoid(node: fx.Node, parent: nn.Module) -> bool:

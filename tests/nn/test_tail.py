@@ -125,7 +125,7 @@ def trained_by(run: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor) -> 
 
 def names_in(run: Callable[[Any, Tensor], Any]) -> list[tuple[str, ...]]:
     tails = found_tails(Block(run).bfloat16())
-    return [tail.names for tail in tails if not tail.is_wide]
+    return [tail.names for tail in tails if not (tail.is_wide or tail.passed)]
 
 
 def of_modules(s: Any, x: Tensor) -> Any:
