@@ -57,7 +57,15 @@ from lokakern.nn.linear import Linear, is_linear
 from lokakern.nn.raw_pattern import FoundProduct, products_in
 from lokakern.nn.raw_product import CHILD, products_of
 from lokakern.nn.rectified import traced_way
-from lokakern.nn.tail import FoundTail, Tail, can_run, parts_of, run_tail, wanted_tails
+from lokakern.nn.tail import (
+    FoundTail,
+    Tail,
+    can_run,
+    follow_sums_in_place,
+    parts_of,
+    run_tail,
+    wanted_tails,
+)
 from lokakern.nn.traced_forward import (
     is_setting,
     is_traceable,
@@ -495,7 +503,9 @@ def graph_of(module: nn.Module) -> fx.Graph:
     if defaults:
         raise UnsupportedError(f"argument {next(iter(defaults))} of its forward is optional")
     with uncrossed(module):
-        return traced(module)
+        graph = traced(module)
+    follow_sums_in_place(graph, module)
+    return graph
 
 
 def graphs_of(module: nn.Module) -> tuple[list[fx.Graph], dict[str, Any]]:
@@ -511,6 +521,7 @@ def graphs_of(module: nn.Module) -> tuple[list[fx.Graph], dict[str, Any]]:
     with uncrossed(module), _a_product(module):
         both = traced_modes(module, defaults)
     for graph in both:
+        follow_sums_in_place(graph, module)
         if any(str(node.target).startswith(CHILD) for node in graph.nodes):
             raise UnsupportedError("its forward reads all children of the module")
     is_one = both[0].python_code("self").src == both[1].python_code("self").src

@@ -56,7 +56,7 @@ from lokakern.nn.joined import (
 from lokakern.nn.linear import LINEARS_OF_ANY, is_linear
 from lokakern.nn.rectified import has_backward_hooks, multiply_rectified, rectified_at
 from lokakern.nn.static_handoff import BoundedSequential, leaves, passes_on
-from lokakern.nn.traced_forward import writes
+from lokakern.nn.traced_forward import in_place_add, writes
 
 # Calls of activations that are no modules, by name; "_" is behind those that write to their input.
 _FUNCTIONS: dict[Any, str] = {
@@ -66,7 +66,12 @@ _FUNCTIONS: dict[Any, str] = {
 _OF_FUNCTION = "()"  # behind the name
 _SIGMOIDS = (torch.sigmoid, functional.sigmoid, "sigmoid")
 # In a wide tail, each before the matrix that it reads.
-_ADD, _MUL = "add()", "mul()"
+_ADD, _ADD_IN_PLACE, _MUL = "add()", "add_()", "mul()"
+_COMBINING = (_ADD, _ADD_IN_PLACE, _MUL)
+_IN_PLACE_SUMS = (in_place_add, "add_")
+_NAMES: dict[str, tuple[object, ...]] = {
+    _ADD: SUMS, _ADD_IN_PLACE: _IN_PLACE_SUMS, _MUL: PRODUCTS, "sigmoid()": _SIGMOIDS,
+}  # fmt: skip
 NORMS_OF_TAILS = (*NORMS, BlockRMSNorm)
 _SEQUENCES = (nn.Sequential, BoundedSequential)
 _NORM = "norm"
@@ -86,9 +91,9 @@ class Tail(NamedTuple):
     Attributes:
         names: Names of the layer, the norm and the activation in the module, the latter two if they
             are there; of a function "relu()"; or of the layer and an `nn.Sequential` that begins
-            with them; of a wide one also "add()", "sigmoid()" and "mul()"; of a block its own; "~"
-            where an identity or a dropout is passed over. Of a chain of several layers those of
-            all.
+            with them; of a wide one also "add()", "add_()", "sigmoid()" and "mul()"; of a block its
+            own; "~" where an identity or a dropout is passed over. Of a chain of several layers
+            those of all.
         rectified: The route of products that apply a relu, or "".
         joined: What is behind the layer whose gradients one op computes, or "".
         chain: The plan of a chain (`lokakern.nn.chain_plan`) of the layer and its tail, or "".
@@ -161,7 +166,7 @@ class FoundTail(NamedTuple):
     @property
     def is_wide(self) -> bool:
         """Whether it reads matrices beside."""
-        return any(_name_of(node) in (_ADD, _MUL) for node in self.behind)
+        return any(_name_of(node) in _COMBINING for node in self.behind)
 
     @property
     def modules(self) -> list[str]:
@@ -185,7 +190,7 @@ class FoundTail(NamedTuple):
             if node in self.passed and node.op != "call_module":
                 continue
             found.append(_name_of(node))
-            if found[-1] in (_ADD, _MUL):
+            if found[-1] in _COMBINING:
                 found.append(next(x for x in node.all_input_nodes if x is not before))
         return found
 
@@ -241,6 +246,8 @@ def run_tail(plan: str, x: Tensor, layer: nn.Module, *behind: nn.Module | str | 
             y = each(y)
         elif each == _ADD:
             y = y + next(rest)
+        elif each == _ADD_IN_PLACE:
+            y += next(rest)
         elif each == _MUL:
             y = y * next(rest)
         else:
@@ -257,7 +264,7 @@ def _split(
     is_read = False
     for each in behind:
         (beside if is_read else calls).append(each)
-        is_read = not is_read and isinstance(each, str) and each in (_ADD, _MUL)
+        is_read = not is_read and isinstance(each, str) and each in _COMBINING
     return tuple(calls), tuple(beside)
 
 
@@ -285,7 +292,7 @@ def modules_behind(names: Sequence[str], parent: nn.Module) -> list[nn.Module] |
     behind: list[nn.Module] = []
     names = [name for name in names if name != PASSED]
     for name, after in itertools.pairwise((*names[1:], "")):
-        if name in (_ADD, _MUL) or after == _MUL:  # a sigmoid before it
+        if name in _COMBINING or after == _MUL:  # a sigmoid before it
             continue
         if name.endswith(_OF_FUNCTION):
             behind.append(_module_of(name))
@@ -299,9 +306,11 @@ def beside_in(names: Sequence[str]) -> NormForm:
     behind = [name for name in names[1:] if name != PASSED]
     if not behind:  # the last layer of a run
         return NormForm()
-    is_first = behind[0] == _ADD
+    sums = (_ADD, _ADD_IN_PLACE)
+    is_first = behind[0] in sums
     last = "gate" if _MUL in behind else "none"
-    return NormForm(residual=is_first, last=last, residual_last=behind[-1] == _ADD and not is_first)
+    is_last = behind[-1] in sums and not is_first
+    return NormForm(residual=is_first, last=last, residual_last=is_last)
 
 
 def _run_chain(
@@ -546,7 +555,7 @@ def _followed(layer: fx.Node, names: Sequence[str], parent: nn.Module) -> tuple[
                 return ()
             behind.append(reader)
             continue
-        reader = _reader(end) or _combined(end, SUMS) or _combined(end, PRODUCTS)
+        reader = _reader(end) or _summed(end) or _combined(end, PRODUCTS)
         if reader is None or _name_of(reader) != name or not _may_be_behind(reader, parent):
             return ()
         behind.append(reader)
@@ -560,7 +569,7 @@ def _may_be_behind(node: fx.Node, parent: nn.Module) -> bool:
         begins = _first(parent.get_submodule(str(node.target)))
         return begins != (None, "none") or _is_block(node, parent)
     is_known = kind in NORMS_OF_TAILS or kind in LINEARS_OF_ANY or _is_sigmoid(node, parent)
-    return is_known or bool(_activation(node, parent)) or _name_of(node) in (_ADD, _MUL)
+    return is_known or bool(_activation(node, parent)) or _name_of(node) in _COMBINING
 
 
 def _behind(
@@ -598,7 +607,7 @@ def _widely_behind(layer: fx.Node, parent: nn.Module) -> tuple[fx.Node, ...]:
 
     def take_sum() -> bool:
         passed, _ = _past(end(), parent)
-        return take(*passed, _combined((end(), *passed)[-1], SUMS))
+        return take(*passed, _summed((end(), *passed)[-1]))
 
     has_residual = take_sum()
     passed, reader = _past(end(), parent)
@@ -654,6 +663,29 @@ def _combined(node: fx.Node, targets: tuple[object, ...]) -> fx.Node | None:
     return reader if others and others[0].op != "get_attr" else None
 
 
+def _summed(node: fx.Node) -> fx.Node | None:
+    """The only reader of a value of ours, if it adds another one of the forward.
+
+    In place, too: nothing else reads the tensor that it writes to.
+    """
+    reader = _combined(node, SUMS) or _combined(node, _IN_PLACE_SUMS)
+    is_written = reader is not None and reader.args[0] is node
+    return reader if is_written or reader is None or reader.target in SUMS else None
+
+
+def follow_sums_in_place(graph: fx.Graph, parent: nn.Module) -> None:
+    """Let what reads a layer or a norm behind ``y.add_(x)`` read this sum, which is y."""
+    places = {node: place for place, node in enumerate(graph.nodes)}
+    for node in places:
+        written = node.args[0] if node.target in _IN_PLACE_SUMS and node.args else None
+        if not isinstance(written, fx.Node):
+            continue
+        if _called(written, parent) in (*LINEARS_OF_ANY, *NORMS_OF_TAILS):
+            for user in list(written.users):
+                if places[user] > places[node]:
+                    user.replace_input_with(written, node)
+
+
 def _reader(node: fx.Node) -> fx.Node | None:
     """The only reader of a value, if it reads nothing else."""
     if len(node.users) != 1:
@@ -693,9 +725,9 @@ def _function_of(node: fx.Node) -> str:
 def _name_of(node: fx.Node) -> str:
     if node.op == "call_module":
         return str(node.target)
-    for name, targets in (("add", SUMS), ("mul", PRODUCTS), ("sigmoid", _SIGMOIDS)):
+    for name, targets in _NAMES.items():
         if node.target in targets:
-            return name + _OF_FUNCTION
+            return name
     return _function_of(node) + _OF_FUNCTION
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import operator
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,22 @@ def no_norm(net: Any, x: Tensor) -> Tensor:
     return F.relu(net.fc(x)) + x
 
 
+def behind_in_place(net: Any, x: Tensor) -> Tensor:
+    y = net.relu(net.norm(net.fc(x)))
+    y += x
+    return y  # type: ignore[no-any-return]
+
+
+def before_in_place(net: Any, x: Tensor) -> Tensor:
+    y = net.fc(x)
+    y.add_(x)
+    return F.silu(net.norm(y))
+
+
+def by_an_operator(net: Any, x: Tensor) -> Tensor:
+    return operator.iadd(net.fc(x), x)  # type: ignore[no-any-return]
+
+
 PATTERNS: dict[Run, str] = {
     behind: "bias+layer+affine+relu+residual_last",
     as_method: "bias+layer+affine+relu+residual_last",
@@ -99,6 +116,9 @@ PATTERNS: dict[Run, str] = {
     product: "bias+residual",
     computed_later: "bias+layer+affine+residual_last",
     no_norm: "bias+relu+residual_last",
+    behind_in_place: "bias+layer+affine+relu+residual_last",
+    before_in_place: "bias+residual+layer+affine+silu",
+    by_an_operator: "bias+residual",
 }
 
 
@@ -189,11 +209,6 @@ def test_other_calls_are_no_residuals(book: Book) -> None:
     def number(net: Any, x: Tensor) -> Tensor:
         return net.norm(net.fc(x)) + 1.0  # type: ignore[no-any-return]
 
-    def in_place(net: Any, x: Tensor) -> Tensor:
-        y = net.norm(net.fc(x))
-        y += x
-        return y  # type: ignore[no-any-return]
-
     def twice(net: Any, x: Tensor) -> Tensor:
         y = net.norm(net.fc(x))
         return y + y  # type: ignore[no-any-return]
@@ -213,11 +228,105 @@ def test_other_calls_are_no_residuals(book: Book) -> None:
 
     measure(book, PATTERNS[computed_later])
     for run in (
-        parameter, scaled, number, in_place, twice, read, written, at_two_places
+        parameter, scaled, number, twice, read, written, at_two_places
     ):  # fmt: skip
         handle = convert(made(run), 0.06)
         assert not epilogues_of(handle), run.__name__
         handle.undo()
+
+
+def test_writes_to_what_is_read_elsewhere_stay(book: Book) -> None:
+    def given(net: Any, x: Tensor) -> Tensor:
+        x += net.norm(net.fc(x))
+        return x
+
+    def given_by_method(net: Any, x: Tensor) -> Tensor:
+        return x.add_(net.norm(net.fc(x)))
+
+    def read_before(net: Any, x: Tensor) -> Any:
+        y = net.norm(net.fc(x))
+        seen = y * 2.0
+        y += x
+        return y, seen
+
+    def viewed(net: Any, x: Tensor) -> Any:
+        y = net.norm(net.fc(x))
+        part = y[:, :8]
+        y += x
+        return y, part
+
+    def read_twice(net: Any, x: Tensor) -> Any:
+        y = net.norm(net.fc(x))
+        z = y.add_(x)
+        return y * z
+
+    def scaled(net: Any, x: Tensor) -> Tensor:
+        return net.norm(net.fc(x)).add_(x, alpha=2)  # type: ignore[no-any-return]
+
+    def of_another(net: Any, x: Tensor) -> Any:
+        kept = x * 1.0
+        y = kept
+        y += net.norm(net.fc(x))
+        return y, kept
+
+    def parameter(net: Any, x: Tensor) -> Tensor:
+        return net.norm(net.fc(x)).add_(net.shift)  # type: ignore[no-any-return]
+
+    def written_between(net: Any, x: Tensor) -> Any:
+        y = net.norm(net.fc(x))
+        seen = x * 1.0
+        x += 1.0
+        y += seen
+        return y, x
+
+    measure(book, PATTERNS[computed_later])
+    every = (
+        given, given_by_method, read_before, viewed, scaled, of_another, parameter, written_between
+    )  # fmt: skip
+    for run in every:
+        model = made(run)
+        plain = copy.deepcopy(model)
+        assert not epilogues_of(convert(model, 0.06)), run.__name__
+        mine, theirs = rows(), rows()
+        y, expected = model(mine), plain(theirs)
+        assert torch.equal(mine, theirs), run.__name__
+        one, other = (list(x) if isinstance(x, tuple) else [x] for x in (y, expected))
+        assert all(map(torch.equal, one, other)), run.__name__
+
+
+def test_what_is_read_behind_a_write_is_the_sum(book: Book) -> None:
+    def run(net: Any, x: Tensor) -> Tensor:
+        y = net.norm(net.fc(x))
+        z = y.add_(x)
+        return y + 0.5 * z  # type: ignore[no-any-return]
+
+    measure(book, PATTERNS[computed_later])
+    model, x = made(run), rows()
+    plain = model(x)
+    assert epilogues_of(convert(model, 0.06)) == [PATTERNS[computed_later]] and is_chained(model)
+    assert numerics.measure_errors(model(x), plain.double()).row_err < 0.06
+
+
+def test_a_sum_in_place_keeps_shape_and_dtype(book: Book) -> None:
+    """Where the chain does not hold, the modules run and write as they did."""
+
+    def run(net: Any, x: Tensor) -> Tensor:
+        y = net.relu(net.norm(net.fc(x)))
+        y += x.float()
+        return y  # type: ignore[no-any-return]
+
+    measure(book, PATTERNS[behind])
+    model, x = made(run), rows()
+    plain = model(x)
+    assert epilogues_of(convert(model, 0.06)) == [PATTERNS[behind]]
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=False)
+    for call in (model, compiled):
+        y = call(x)
+        assert torch.equal(y, plain) and y.dtype is torch.bfloat16 and not is_chained(call)
+    seen: list[Tensor] = []
+    model.relu.register_forward_hook(lambda *given: seen.append(given[-1]))
+    y = model(x)
+    assert seen[0] is y  # what a hook kept is written to
 
 
 class OfAUser(nn.Module):
