@@ -118,6 +118,7 @@ from lokakern.nn.static_handoff import (
 )
 from lokakern.nn.tail import FoundTail, Tail, planned_tails
 from lokakern.nn.torch_owners import NEVER_CALLED, fast_paths, never_called, set_fast_paths
+from lokakern.nn.traced_forward import PASSING_MASKS
 from lokakern.probe.report import ProbeReport
 from lokakern.selection import dispatcher
 from lokakern.selection.arguments import budget_of, device_of, m_range_of
@@ -434,8 +435,10 @@ class Conversion:
         self.sequences = [m for m in model.modules() if isinstance(m, nn.Sequential)]
         self.fused = [m for m in model.modules() if type(m) is LinearNormAct]
         self.callers = [m for m in model.modules() if calls_layers(m)]
-        # In whose forwards sequences may be parts of chains.
+        # In whose forwards sequences may be parts of chains, and layers of torch.
         self._block_callers = [m for m in model.modules() if inference and calls_blocks(m)]
+        if inference:
+            self._block_callers += [m for m in model.modules() if type(m) in PASSING_MASKS]
         self.left_crosses: dict[str, str] = {}  # reasons
         self.spans: list[Span] = []  # layers that may be chains
         self.off_chains: frozenset[ChainSites] = frozenset()  # by tuning

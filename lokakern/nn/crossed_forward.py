@@ -22,7 +22,7 @@ import inspect
 import operator
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -66,9 +66,12 @@ from lokakern.nn.tail import (
     run_tail,
     wanted_tails,
 )
+from lokakern.nn.torch_owners import without_fast_path
 from lokakern.nn.traced_forward import (
+    PASSING_MASKS,
     is_setting,
     is_traceable,
+    masks_passed,
     own_reads_of,
     reads_of,
     traced,
@@ -172,6 +175,7 @@ class CrossedForward:
     _read_children: list[nn.Module | None]
     _passed: tuple[nn.Module, ...] = ()  # identities and dropout within tails
     _missing: tuple[str, ...] = ()  # names of attributes that a forward asked for in vain
+    _handed_on: tuple[str, ...] = ()  # arguments that may be None
     # By shapes of inputs, whether no plan holds.
     _is_idle_at: dict[tuple[torch.Size, ...], bool] | None = None
     # Whether all that it has are tails without chains, whose plans are for compilers.
@@ -187,6 +191,8 @@ class CrossedForward:
         else:
             graphs, self._defaults = graphs_of(module)
         self._arguments = tuple(inspect.signature(type(module).forward).parameters)[1:]
+        if type(module) in PASSING_MASKS:
+            self._handed_on = tuple(_defaults_of(module))
         missing = set(products_of(module))
         missing_tails = {tail.names for tail in tails}
         codes, passed = [], dict[str, None]()
@@ -225,6 +231,7 @@ class CrossedForward:
             name: value for name, value in vars(module).items()
             if name not in _OF_TORCH and name != "training" and (names is None or name in names)
         }  # fmt: skip
+        self._values |= without_fast_path(module)
         self._of_class = _settings_of(module, names)
         self._read = None
         if names is not None:  # a compiler may be unable to read other children
@@ -367,9 +374,13 @@ class CrossedForward:
                 return None
             kept = [x for name, x in pairs[: len(args)] if name not in self._defaults]
             named = {name: x for name, x in options.items() if name not in self._defaults}
-        if _has_none((*kept, *named.values())):
-            return None
-        return kept, named
+        known = self._handed_on
+        if known:
+            pairs = [*zip(self._arguments, args, strict=False), *options.items()]
+            is_missing = _has_none([x for name, x in pairs if name not in known])
+        else:
+            is_missing = _has_none((*kept, *named.values()))
+        return None if is_missing else (kept, named)
 
     def has_setting(self, setting: Crosses) -> bool:
         """Whether these crosses and tails are those in effect, with these or other plans."""
@@ -511,14 +522,15 @@ def graph_of(module: nn.Module) -> fx.Graph:
 def graphs_of(module: nn.Module) -> tuple[list[fx.Graph], dict[str, Any]]:
     """The graphs of a forward in training and in evaluation, or one for both, and the defaults.
 
-    They are those of calls without optional arguments.
+    They are those of calls without optional arguments, but for layers of torch that hand these on.
 
     Raises:
         UnsupportedError: The forward cannot be traced, has any number of arguments, or calls all
             children of the module.
     """
-    defaults = _defaults_of(module)
-    with uncrossed(module), _a_product(module):
+    is_passing = type(module) in PASSING_MASKS
+    defaults = {} if is_passing else _defaults_of(module)
+    with uncrossed(module), _a_product(module), masks_passed() if is_passing else nullcontext():
         both = traced_modes(module, defaults)
     for graph in both:
         follow_sums_in_place(graph, module)
@@ -561,7 +573,7 @@ def _a_product(module: nn.Module) -> Iterator[None]:
 
 def _are_tensors(values: tuple[Any, ...]) -> bool:
     for x in values:  # noqa: SIM110  # `all` takes twice as long
-        if type(x) is not Tensor:
+        if type(x) is not Tensor or x.is_nested:
             return False
     return True
 

@@ -48,6 +48,11 @@ def set_fast_paths(owners: list[nn.Module]) -> None:
             delattr(owner, kept)
 
 
+def without_fast_path(owner: nn.Module) -> dict[str, Any]:
+    """The attribute of a module that turns its fast path off, and its value then."""
+    return dict([_SWITCHES[type(owner)]]) if type(owner) in _SWITCHES else {}
+
+
 def _must_call(layer: nn.Module) -> bool:
     """Whether an encoder layer has children that its fast path would not compute.
 

@@ -12,8 +12,9 @@ import operator
 import os
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -41,6 +42,9 @@ _OF_TORCH = os.path.dirname(torch.__file__) + os.sep
 
 # Functions of a list of tensors, which ask for its type; a list input of a forward is a proxy.
 _OF_LISTS = ("cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack", "column_stack")
+# Layers of torch that hand their optional arguments on, with functions that take None for a mask.
+PASSING_MASKS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+_OF_MASKS = ("_canonical_mask", "_none_or_dtype")
 _MAY_BE_MISSING = ("get", "pop", "setdefault")
 _CONTAINERS = (list, dict, set, collections.OrderedDict, collections.defaultdict, collections.deque)
 
@@ -246,7 +250,7 @@ def traced_modes(
             reads: list[tuple[nn.Module, str, Any]] = []
             own_reads = set[str]()
             noted = _settings_read(parent, reads, own_reads)
-            with _modes_set(are_on=are_on), noted, _lists_taken():
+            with _modes_set(are_on=are_on), noted, _taken(torch, _OF_LISTS):
                 graphs.append(_Tracer(defaults or {}).trace(parent))
             _READS[graphs[-1]] = reads
             if _ALL not in own_reads and not looks_up(type(parent)):
@@ -335,27 +339,40 @@ def _is_read_by_user() -> bool:
 
 
 @contextmanager
-def _lists_taken() -> Iterator[None]:
-    """Let functions of a list of tensors take a proxy for the list in the block."""
+def _taken(owner: ModuleType, names: Sequence[str]) -> Iterator[None]:
+    """Let functions take a proxy for what they ask something of in the block, and be calls."""
 
     def taking(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
-        def call(tensors: Any, *arguments: Any, **options: Any) -> Any:
-            if type(tensors) not in (_Proxy, _Attribute):
-                return function(tensors, *arguments, **options)
-            given = (tensors, *arguments)
-            return tensors.tracer.create_proxy("call_function", function, given, options)
+        def call(*arguments: Any, **options: Any) -> Any:
+            for given in (*arguments, *options.values()):
+                if type(given) in (_Proxy, _Attribute):
+                    tracer = given.tracer
+                    return tracer.create_proxy("call_function", function, arguments, options)
+            return function(*arguments, **options)
 
         return call
 
-    functions = {name: getattr(torch, name) for name in _OF_LISTS}
+    functions = {name: getattr(owner, name) for name in names}
     try:
         for name, function in functions.items():
-            setattr(torch, name, taking(function))
+            setattr(owner, name, taking(function))
         yield
     finally:
         for name, function in functions.items():
-            setattr(torch, name, function)
+            setattr(owner, name, function)
+
+
+@contextmanager
+def masks_passed() -> Iterator[None]:
+    """Let forwards of `PASSING_MASKS` be traced in the block for any masks, without a fast path."""
+    was_on = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with _taken(nn.functional, _OF_MASKS):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(was_on)
 
 
 def writes(node: fx.Node, parent: nn.Module) -> bool:
