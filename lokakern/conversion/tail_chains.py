@@ -30,7 +30,15 @@ from lokakern.conversion.chains import SpanPlan, is_measured, plan_span
 from lokakern.conversion.cross_sites import tensors_of
 from lokakern.conversion.routes import Route
 from lokakern.nn.static_handoff import is_inner, leaves, passes_on
-from lokakern.nn.tail import FoundTail, Tail, beside_in, joined_run, modules_behind, runs_of
+from lokakern.nn.tail import (
+    PASSED,
+    FoundTail,
+    Tail,
+    beside_in,
+    joined_run,
+    modules_behind,
+    runs_of,
+)
 from lokakern.probe.verdicts import Verdict
 from lokakern.types import NormForm, norm_form
 
@@ -62,13 +70,14 @@ class TailSpan(Span):
 
     def tails(self, off: Collection[ChainSites]) -> list[Tail]:
         """A tail for each chain, whose plan is "" if it is off."""
-        return [
-            Tail(
-                tuple(name for some in self.names[chain.start : chain.stop] for name in some),
-                "", "", "" if self.sites_of(chain) in off else chain.text,
-            )
-            for chain in self.plan.chains
-        ]  # fmt: skip
+        found = []
+        for chain in self.plan.chains:
+            names = [name for some in self.names[chain.start : chain.stop] for name in some]
+            while names[-1] == PASSED:  # before a layer of no chain, or of another one
+                names.pop()
+            text = "" if self.sites_of(chain) in off else chain.text
+            found.append(Tail(tuple(names), "", "", text))
+        return found
 
 
 def planned_tail_chains(

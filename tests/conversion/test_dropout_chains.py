@@ -220,6 +220,14 @@ def test_what_reads_a_value_twice_and_active_dropout_end_chains(known: Book) -> 
         assert numerics.measure_errors(y, expected.double()).row_err < 0.06, run.__name__
 
 
+def test_a_chain_ends_before_dropout_in_front_of_a_layer_that_is_none(book: Book) -> None:
+    book.write(*layer_rows(WIDE, PLAIN, FP8), time(BF16, gemm(512, 1024, 512), 18.0))
+    model = made()
+    assert chains_of(convert(model, 0.06)) == ["wide"] and is_chained(model)
+    (tail,) = crossed_of(model).tails  # type: ignore[union-attr]
+    assert tail.names == ("wide", "relu")
+
+
 def test_a_conversion_in_training_has_the_chains_of_evaluation(known: Book) -> None:
     for run in (by_modules, by_functions):
         model, other = made(run), made(run)
