@@ -1,10 +1,11 @@
 """Time small models whose inference runs as chains, against torch.compile's bf16, in CUDA graphs.
 
-    python scripts/measure_chains.py [--rows 8192] [--budget 0.06] [WORD ...]
+    python scripts/measure_chains.py [--rows 8192] [--budget 0.06] [--backend] [WORD ...]
 
-Residual blocks, MLPs, feed-forward layers and towers: for each the speedup over bf16 of the same
-modules, times of both, the error of the output beside float64, and the chains. Words choose models
-whose name contains one of them. ``--rows 64`` tries it on a CPU, without times.
+Residual blocks, MLPs, feed-forward layers, torch's encoder layers and towers: for each the speedup
+over bf16 of the same modules, times of both, the error of the output beside float64, and the
+chains. Words choose models whose name contains one of them. ``--backend`` compiles the model with
+backend "lokakern" instead of converting it. ``--rows 64`` tries it on a CPU, without times.
 """
 
 from __future__ import annotations
@@ -61,6 +62,20 @@ def layers(sizes: tuple[int, ...], act: type[nn.Module], norm: bool) -> nn.Seque
     return nn.Sequential(*modules)
 
 
+class Encoder(nn.Module):
+    """An encoder layer of torch over sequences of 16 rows."""
+
+    def __init__(self, columns: int) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(
+            columns, 8, 4 * columns, batch_first=True, activation="gelu"
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x.unflatten(0, (-1, 16)))
+        return y.flatten(0, 1)  # type: ignore[no-any-return]
+
+
 def repeated(kind: type[nn.Module], columns: int, count: int) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(*(kind(columns) for _ in range(count)))
 
@@ -72,6 +87,7 @@ MODELS: dict[str, tuple[int, Callable[[], nn.Module]]] = {
     "4 x x + relu(norm(fc(x))), 1024": (1024, repeated(Residual, 1024, 4)),
     "2 x feed-forward 256-1024-256 with GELU": (256, repeated(FeedForward, 256, 2)),
     "2 x feed-forward 512-2048-512 with GELU": (512, repeated(FeedForward, 512, 2)),
+    "2 x encoder layer 512-2048-512 with GELU": (512, repeated(Encoder, 512, 2)),
     "MLP 1024-1024-1024-512 with GELU": (
         1024, lambda: layers((1024, 1024, 1024, 512), nn.GELU, norm=False)
     ),
@@ -84,9 +100,17 @@ MODELS: dict[str, tuple[int, Callable[[], nn.Module]]] = {
 }  # fmt: skip
 
 
-def stepper(name: str, model: nn.Module, x: Tensor) -> Stepper:
+def compiled(model: nn.Module, budget: float | None) -> Callable[[Tensor], Tensor]:
+    """By Inductor, or by this library's backend with a budget."""
     torch._dynamo.reset()
-    run = torch.compile(model, dynamic=False)
+    if budget is None:
+        return torch.compile(model, dynamic=False)
+    options = {"budget": budget, "regime": "compiled-graph"}
+    return torch.compile(model, dynamic=False, backend="lokakern", options=options)
+
+
+def stepper(name: str, model: nn.Module, x: Tensor, budget: float | None = None) -> Stepper:
+    run = compiled(model, budget)
 
     def step() -> None:
         with torch.no_grad():
@@ -105,6 +129,7 @@ def main() -> None:
     parser.add_argument("words", nargs="*")
     parser.add_argument("--rows", type=int, default=8192)
     parser.add_argument("--budget", type=float, default=0.06)
+    parser.add_argument("--backend", action="store_true")
     asked = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for name, (columns, make) in MODELS.items():
@@ -113,15 +138,22 @@ def main() -> None:
         torch.manual_seed(0)
         plain = make().to(device, torch.bfloat16).eval().requires_grad_(False)
         ours = copy.deepcopy(plain)
-        handle = lokakern.convert(ours, asked.budget, inference=True, regime="compiled-graph")
+        if asked.backend:
+            budget, handle = asked.budget, None
+        else:
+            budget = None
+            handle = lokakern.convert(ours, asked.budget, inference=True, regime="compiled-graph")
         x = torch.randn(asked.rows, columns, device=device).bfloat16()
         exact = copy.deepcopy(plain).double()(x.double())
-        found = torch.compile(ours, dynamic=False)(x)
+        with torch.no_grad():
+            found = compiled(ours, budget)(x)
         error = float((found.double() - exact).norm() / exact.norm())
-        chains = [row["site"] for row in handle.choices if row["gemm"] == "chain"]
-        words = f"error {error:.4f}, chains {', '.join(chains) or 'none'}"
+        words = f"error {error:.4f}"
+        if handle is not None:
+            chains = [row["site"] for row in handle.choices if row["gemm"] == "chain"]
+            words += f", chains {', '.join(chains) or 'none'}"
         if device == "cuda":
-            steppers = stepper("bf16", plain, x), stepper("lokakern", ours, x)
+            steppers = stepper("bf16", plain, x), stepper("lokakern", ours, x, budget)
             pace = race(*steppers, torch.device(device))
             words = (
                 f"{pace.speedup:.3f} ± {pace.speedup_margin:.3f}, {pace.baseline_us:.1f} and "
