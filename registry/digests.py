@@ -41,6 +41,7 @@ _INCLUDED = {
     "lokakern.hip",
     "lokakern.mx",
 }
+_LATER_DIRECTIVE = re.compile(r"#if !\w+|#endif")
 _SKIPPED = {tokenize.COMMENT, tokenize.NL, tokenize.ENCODING, tokenize.ENDMARKER}
 _FSTRING_START = getattr(tokenize, "FSTRING_START", None)
 _FSTRING_END = getattr(tokenize, "FSTRING_END", None)
@@ -135,6 +136,11 @@ def without_later(source: str, comment: str = "#") -> str:
         if not words.startswith(f"{comment} digest:"):
             if not off:
                 kept.append(line)
+            elif comment == "//" and not _LATER_DIRECTIVE.fullmatch(words):
+                raise ValueError(
+                    f"line {number} is {words!r}; only '#if !NAME' and '#endif' are outside of "
+                    "digests in a header"
+                )
             continue
         begins = words.startswith(f"{comment} digest: off")
         if begins is off or not (begins or words == f"{comment} digest: on"):

@@ -6,7 +6,8 @@
 // which is what the L2 sends one SM. Rows that start within a cache line lie in two of them: so
 // 2176 x 1280 x 3984 took an H200 40 us, and 24 by pairs.
 //
-// Macros beside those of mainloop.cuh, whose BLOCK_N may be any multiple of 16 up to 256 here:
+// Macros beside those of mainloop.cuh, of which BLOCK_N may be 64 to 224 in steps of 16, or 256, and
+// WARPGROUPS 3 here:
 //
 //     PAIRS      2: two blocks of a cluster take tiles that lie above each other. Each copies one
 //                half of b's rows, into both.
@@ -81,6 +82,7 @@ DEFINE_PRODUCT(224, L64 L16_4 L16_5 L16_6, 112, 113, 114, F64, F16(64), F16(80),
 #undef DEFINE_PRODUCT
 
 constexpr int PAIRED_BYTES = B_BYTES / PAIRS;
+// 3 warpgroups of 128 threads, and 40 of each producer's thread, are 63488 of the SM's 65536.
 constexpr int WHOLE_REGISTERS = WARPGROUPS == 3 ? 152 : MATH_REGISTERS;
 
 // What a warpgroup finishes at once: IN_TURN a half of its tile, with the sums of the second.

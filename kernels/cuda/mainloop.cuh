@@ -373,7 +373,7 @@ struct Stage {
 constexpr int PRODUCTS = PROMOTES ? DEPTH / 32 : (K + 31) / 32;  // of 32 bytes of K
 
 // digest: off
-#if !WHOLE_SUMS  // products of other widths, and a multiplier, come with another file
+#if !WHOLE_SUMS
 // digest: on
 __device__ __forceinline__ void issue(float (&sum)[SLICE / 2], const Stage& stage, int slice) {
     pin(sum);

@@ -27,6 +27,7 @@ from lokakern.kernels.cuda.tiles import (
     SHARED_BYTES,
     Kind,
     Tile,
+    chunk_bytes,
     depth_of,
     fits,
     grid_of,
@@ -57,7 +58,10 @@ class FastTile(Tile):
 
     @property
     def columns(self) -> int:
-        """That one block writes, a multiple of 16; also of what it copies for a pair."""
+        """That one block writes; of a tile of half the width, for copies of a pair, up to 16.
+
+        `scaled_gemm.run` makes a map of the output only where rows of this length have one.
+        """
         return -(-self.block_n // 16) * 16
 
 
@@ -82,9 +86,10 @@ class Shape(NamedTuple):
     askew: Cost  # where some start within sectors, of pairs of blocks
 
 
-# Fitted to 336 sizes of 72 to 3500 columns and sums of 260 to 5000. At 240 columns three steps fit
-# shared memory, where other widths have four. Large outputs are bound by the GPU's power, of which
-# two warpgroups in turn need the least and three the most.
+# Fitted to 336 sizes of 72 to 3500 columns and sums of 260 to 5000, of outputs in bfloat16. Beside
+# two chunks of 240 columns three steps fit shared memory, where other widths have four. Large
+# outputs are bound by the GPU's power, of which two warpgroups in turn need the least and three the
+# most.
 SHAPES = (
     Shape(FastTile(0, warpgroups=1), tuple(range(64, 225, 16)),
           Cost(2.75, 0.0, 1.11, 1.92, 0.28), 1.18, Cost(2.50, 0.14, 1.13, 2.13, 0.60)),
@@ -96,7 +101,7 @@ SHAPES = (
           Cost(0.93, 0.35, 2.44, 3.15, 0.20, most_waves=4.0), 1.0,
           Cost(0.86, 0.50, 2.32, 2.69, 0.13)),
 )  # fmt: skip
-RESIDENT = Cost(2.32, 0.0, 0.34, 3.12, 0.16)  # 128 columns that stay, of two warpgroups
+STAYS, RESIDENT = Tile(128, resident=True), Cost(2.32, 0.0, 0.34, 3.12, 0.16)
 ROW_US = 1.3e-3  # of 128 bytes that an SM takes from the L2: at least so long is a step
 LARGE = 8 * 128 * 128  # sums of each SM
 
@@ -110,38 +115,36 @@ def macros_for(n: int, k: int, tile: Tile, kind: Kind) -> dict[str, int | str]:
     macros = macros_of(n, k, tile, kind)
     if not isinstance(tile, FastTile):
         return macros | {"PAIRS": 1, "IN_TURN": 0}
-    width = staged_bytes(tile.block_n, kind.out_bytes)
+    row = tile.block_n * kind.out_bytes
+    width = staged_bytes(row, kind.out_bytes)
     if not macros["DIRECT"] and width:
-        spare = 1024 if tile.blocks > 1 else 0  # of the system, for each block
-        staged = tile.warpgroups * tile.chunks * -(-ROWS * width // 1024) * 1024
-        fixed = staged + 16 + tile.warpgroups * tile.block_n * 4
+        chunks = min(tile.chunks, row // width)
+        fixed = tile.warpgroups * chunks * -(-ROWS * width // 1024) * 1024 + 16
+        fixed += tile.warpgroups * tile.block_n * 4  # b's scales
         stage = (tile.height + tile.block_n) * depth_of(k) + 16
-        stages = min(MOST_STAGES, (SHARED_BYTES // tile.blocks - spare - fixed) // stage)
-        if stages < 2:
-            raise ValueError(f"{tile} does not fit n={n} k={k}: {stages} stages")
+        stages = min(MOST_STAGES, (SHARED_BYTES - fixed) // stage)
         macros |= {
-            "CHUNK_BYTES": width, "CHUNKS": tile.chunks, "STAGES": stages,
+            "CHUNK_BYTES": width, "CHUNKS": chunks, "STAGES": stages,
             "SHARED_BYTES": fixed + stages * stage,
         }  # fmt: skip
     return macros | {"PAIRS": tile.pairs, "IN_TURN": int(tile.in_turn)}
 
 
-def staged_bytes(columns: int, item: int) -> int:
-    """Bytes of a row that one bulk copy writes, where they are not those of `chunk_bytes`; else 0.
+def staged_bytes(row: int, item: int) -> int:
+    """Bytes of a row of a tile that one bulk copy writes, where `chunk_bytes` has few; else 0.
 
-    Of two bytes or one, and no multiple of the copies' swizzle of 128 bytes: then an odd number of
-    16 bytes, which are in different banks of shared memory in 8 rows that follow each other.
+    Then an odd number of 16 bytes, which are in different banks of shared memory in 8 rows that
+    follow each other. Of rows of float32 that would be no whole 8 columns.
     """
-    width = columns * item
-    if item > 2 or width % 128 == 0:
+    if item > 2 or chunk_bytes(row // item, item) >= (128 if item == 2 else 64):
         return 0
-    while width % 32 == 0:
-        width //= 2
-    return width
+    while row % 32 == 0:
+        row //= 2
+    return row
 
 
 def askew(starts: int) -> int:
-    """Which of `_COSTS_US` holds for rows, from the bits of all their addresses."""
+    """Where rows start, from the bits of all addresses: 0 at lines, 1 at sectors, 2 within them."""
     return (starts % LINE_BYTES != 0) + (starts % SECTOR_BYTES != 0)
 
 
@@ -171,35 +174,58 @@ def tile_of(m: int, n: int, k: int, kind: Kind, askew: int, may_split: bool, sms
             return narrow or usual
 
     pairs = 2 if askew > 1 else 1
-    found: list[tuple[float, int, Tile]] = []
-    for shape in SHAPES:
-        for width in shape.widths:
-            tile = replace(shape.tile, block_n=width, pairs=pairs)
-            us = cost_us(m, n, k, tile, shape.askew if pairs > 1 else shape.cost, sms)
-            found.append((us * (shape.within_lines if askew == 1 else 1.0), len(found), tile))
-            if width >= n:
-                break
-    if k <= RESIDENT_K and pairs == 1 and usual == Tile(128, resident=True):
-        found.append((cost_us(m, n, k, usual, RESIDENT, sms), len(found), usual))
-    return min(found)[-1]
+    found: list[tuple[float, int]] = []
+    tiles, groups = tiles_of(pairs, kind.out_bytes), max(1, sms // pairs)
+    for i, (tile, cost, within_lines) in enumerate(tiles):
+        if tile.block_n < n + 16:
+            us = cost_us(m, n, k, tile, cost, groups)
+            found.append((us * within_lines if askew == 1 else us, i))
+    least_us, best = min(found)
+    may_stay = k <= RESIDENT_K and pairs == 1 and usual == STAYS
+    stays = may_stay and cost_us(m, n, k, STAYS, RESIDENT, sms) < least_us
+    return STAYS if stays else tiles[best][0]
 
 
-def cost_us(m: int, n: int, k: int, tile: Tile, cost: Cost, sms: int) -> float:
-    """What a product takes about, if the H200 had so many SMs; infinity if it has no such tiles."""
-    pairs, in_turn = (tile.pairs, tile.in_turn) if isinstance(tile, FastTile) else (1, True)
-    height = ROWS * tile.warpgroups
-    waves = -(-m // (height * pairs)) * -(-n // tile.block_n) / (sms // pairs)
-    # In one wave a warpgroup of two in turn would have nothing to do.
-    if waves > cost.most_waves or (waves <= 1 and in_turn):
+@functools.cache
+def tiles_of(pairs: int, out_bytes: int) -> tuple[tuple[FastTile, Cost, float], ...]:
+    """All tiles, what they cost, and how many times as much within lines.
+
+    Where the compiler does not unroll the loops over what is staged, sums lie in local memory: of
+    float32 with two chunks, or from 192 columns on, and of FP8 with 192 or three warpgroups.
+    """
+    return tuple(
+        (
+            replace(
+                shape.tile, block_n=width, pairs=pairs,
+                chunks=1 if out_bytes == 4 else shape.tile.chunks,
+            ),
+            shape.askew if pairs > 1 else shape.cost,
+            shape.within_lines,
+        )
+        for shape in SHAPES
+        for width in shape.widths
+        if out_bytes == 2
+        or (out_bytes == 4 and width < 192)
+        or (out_bytes == 1 and width != 192 and shape.tile.warpgroups < 3)
+    )  # fmt: skip
+
+
+def cost_us(m: int, n: int, k: int, tile: Tile, cost: Cost, groups: int) -> float:
+    """About what a product takes, by so many groups of SMs at a time; infinity: no such tiles."""
+    pairs, alternates = (tile.pairs, tile.in_turn) if isinstance(tile, FastTile) else (1, True)
+    height, width = ROWS * tile.warpgroups, tile.block_n
+    waves = -(-m // (height * pairs)) * -(-n // width) / groups
+    # In one wave a warpgroup of two that write in turn would have nothing to do.
+    if waves > cost.most_waves or (waves <= 1 and alternates):
         return math.inf
-    sums = height * tile.block_n
+    sums = height * width
     step = cost.step + cost.sums * sums * 1e-5
     if pairs == 1:
-        step = max(step, ROW_US * (height + tile.block_n))
+        step = max(step, ROW_US * (height + width))
     missing = math.ceil(waves) - waves if waves > 1 else 0.0
     us = cost.once + (math.ceil(waves) - cost.idle * missing) * (-(-k // DEPTH) * step + cost.tile)
     is_large = pairs == 1 and waves * sums > LARGE
-    return us * (1.03 if is_large and not in_turn else 1.0)
+    return us * (1.03 if is_large and not alternates else 1.0)
 
 
 def narrow_tile_for(m: int, n: int, k: int, kind: Kind, askew: int, sms: int) -> Tile | None:
@@ -244,7 +270,7 @@ def make_plan(m: int, n: int, k: int, kind: Kind, tile: Tile, sms: int) -> Plan:
     width, fold, pairs = (int(macros[name]) for name in ("CHUNK_BYTES", "FOLD", "PAIRS"))
     swizzle_bytes = width if width in (32, 64, 128) and fold == 1 else 0
     if isinstance(tile, FastTile):
-        grid = pairs * min(sms * tile.blocks // pairs, _groups(m, n, tile))
+        grid = pairs * min(sms // pairs, _groups(m, n, tile))
     else:
         grid = grid_of(tile, m, n, 1, sms)
     # The maps are of what one block of a pair copies.

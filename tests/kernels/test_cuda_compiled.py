@@ -45,6 +45,7 @@ from lokakern.kernels.cuda import (
     token_gradient,
     window_samples,
 )
+from lokakern.kernels.cuda.scaled_gemm_fast import FastTile
 from lokakern.kernels.cuda.tiles import Kind, Tile
 from lokakern.nvrtc import Program
 from lokakern.registry.digests import KERNELS_ROOT
@@ -172,10 +173,19 @@ FAST_SIZES = (
     (8192, 512, 512), (256, 512, 115200), (1024, 64, 512),
     (8192, 192, 512), (8192, 288, 1024), (8192, 96, 4096),
 )  # fmt: skip
+FAST_TILES = (
+    *(FastTile(x, warpgroups=1) for x in (64, 112, 224)), *map(FastTile, (80, 144, 208, 256)),
+    FastTile(128, in_turn=True), FastTile(144, pairs=2, in_turn=True),
+    FastTile(160, warpgroups=3, chunks=1), FastTile(192, pairs=2, warpgroups=3, chunks=1),
+)  # fmt: skip
+FAST_KINDS = {
+    "fp8 silu": Kind("row", out_bytes=1, bias_bytes=2, activation="silu"),
+    "float32 sums": Kind("row", out_bytes=4, bias_bytes=4, accumulate=True),
+}
 
 
 def fast_gemms() -> Iterator[tuple[str, Program]]:
-    """The same without promotion, of every tile that is not among those."""
+    """The same without promotion, of every shape of tiles."""
     module = scaled_gemm_fast
     for scales in ("tensor", "row"):
         for m, n, k in FAST_SIZES:
@@ -188,6 +198,13 @@ def fast_gemms() -> Iterator[tuple[str, Program]]:
                 tile = module.tile_of(8192, 1024, k, kind, module.askew(k), True, SMS)
                 program = module.bind(1024, k, tile, kind).program
                 yield f"scaled_gemm_{kind.scales}_fast {k} {words}", program
+    for tile in FAST_TILES:
+        yield f"scaled_gemm_row_fast {tile}", module.bind(1040, 1040, tile, Kind("row")).program
+    for words, kind in FAST_KINDS.items():
+        for tile, _, _ in module.tiles_of(1, kind.out_bytes):
+            if tile.block_n in (112, 144, 160, 208, 224):
+                program = module.bind(1040, 1040, tile, kind).program
+                yield f"scaled_gemm_row_fast {tile} {words}", program
 
 
 def half_gemms() -> Iterator[tuple[str, Program]]:
