@@ -46,7 +46,7 @@ from lokakern.kernels.cuda import (
     window_samples,
 )
 from lokakern.kernels.cuda.scaled_gemm_fast import FastTile
-from lokakern.kernels.cuda.tiles import Kind, Tile
+from lokakern.kernels.cuda.tiles import ROWS, Kind, Tile
 from lokakern.nvrtc import Program
 from lokakern.registry.digests import KERNELS_ROOT
 from lokakern.registry.register import KERNELS, load_kernels
@@ -199,12 +199,19 @@ def fast_gemms() -> Iterator[tuple[str, Program]]:
                 program = module.bind(1024, k, tile, kind).program
                 yield f"scaled_gemm_{kind.scales}_fast {k} {words}", program
     for tile in FAST_TILES:
-        yield f"scaled_gemm_row_fast {tile}", module.bind(1040, 1040, tile, Kind("row")).program
+        program = module.bind(1040, 1040, tile, Kind("row")).program
+        yield f"scaled_gemm_row_fast {_named(tile)}", program
     for words, kind in FAST_KINDS.items():
         for tile, _, _ in module.tiles_of(1, kind.out_bytes):
             if tile.block_n in (112, 144, 160, 208, 224):
                 program = module.bind(1040, 1040, tile, kind).program
-                yield f"scaled_gemm_row_fast {tile} {words}", program
+                yield f"scaled_gemm_row_fast {_named(tile)} {words}", program
+
+
+def _named(tile: FastTile) -> str:
+    rows = ROWS * tile.warpgroups
+    turn, pairs = " in turn" if tile.in_turn else "", " pairs" if tile.pairs > 1 else ""
+    return f"{rows}x{tile.block_n}{turn}{pairs}"
 
 
 def half_gemms() -> Iterator[tuple[str, Program]]:
@@ -365,6 +372,10 @@ SPILLED_BYTES = {
     "quantize_together_row 8192 bfloat16->e4m3fn": 8,
     "quantize_together_row 8192 float32->e5m2": 16,
     "quantize_together_row 8192 float16->e4m3fn": 8,
+    "scaled_gemm_row_fast 128x144 in turn pairs": 8,
+    "scaled_gemm_row_fast 128x144 in turn pairs float16": 8,
+    "scaled_gemm_row_fast 128x144 in turn fp8 silu": 8,
+    "scaled_gemm_row_fast 128x144 in turn float32 sums": 16,
 }
 
 
