@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import lokakern
 from lokakern.bench.models.throughput import EVENTS, Stepper, aside, capture, race, warm
+from lokakern.conversion.compile_backend import compile_graph
 
 CALLS = 8  # of a captured step
 
@@ -106,7 +107,8 @@ def compiled(model: nn.Module, budget: float | None) -> Callable[[Tensor], Tenso
     if budget is None:
         return torch.compile(model, dynamic=False)
     options = {"budget": budget, "regime": "compiled-graph"}
-    return torch.compile(model, dynamic=False, backend="lokakern", options=options)
+    # By its name, "lokakern", where this library is installed.
+    return torch.compile(model, dynamic=False, backend=compile_graph, options=options)
 
 
 def stepper(name: str, model: nn.Module, x: Tensor, budget: float | None = None) -> Stepper:
