@@ -13,6 +13,24 @@ LOKAKERN_NATIVE: "off" disables the library; "wait" builds it before the first c
 thread builds it at the first call on a GPU, and calls stay in Python until it is there.
 """
 
-from lokakern.native.replay import NATIVE, forget, plain_op, recorded_op, replayed, status, wait
+from lokakern.native.replay import (
+    NATIVE,
+    forget,
+    is_keeping,
+    plain_op,
+    recorded_op,
+    replayed,
+    status,
+    wait,
+)
 
-__all__ = ["NATIVE", "forget", "plain_op", "recorded_op", "replayed", "status", "wait"]
+__all__ = [
+    "NATIVE",
+    "forget",
+    "is_keeping",
+    "plain_op",
+    "recorded_op",
+    "replayed",
+    "status",
+    "wait",
+]

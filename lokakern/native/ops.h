@@ -14,7 +14,9 @@ inline constexpr const char* kOps[] = {"gemm", "routed_gemm", "weight_gradient",
                                        "rectified_product", "crossed_product",
                                        "norm_gradient", "bias_gradient", "crossed_gradient",
                                        "quantized_weight_gradient", "routed_chain",
-                                       "quantized_chain",
+                                       "quantized_chain", "routed_gemm_into",
+                                       "rectified_product_into", "routed_chain_into",
+                                       "quantized_chain_into",
                                        "gemm_norm", "gemm_norm_scaled", "norm_quantize",
                                        "norm_quantize_scaled", "scaled_gemm", "quantize",
                                        "quantize_static", "quantize_transpose",
@@ -46,6 +48,13 @@ inline constexpr const char* kSchemas[] = {
     "Tensor",
     "routed_chain(Tensor x, Tensor?[] operands, str plan) -> Tensor",
     "quantized_chain(Tensor data, Tensor scales, Tensor?[] operands, str plan) -> Tensor",
+    "routed_gemm_into(Tensor? a, Tensor? b, Tensor? data, Tensor? scale, Tensor? bias, str route, "
+    "Tensor? left, Tensor? left_scales, str left_scale, bool apart, Tensor(a!) out) -> ()",
+    "rectified_product_into(Tensor? a, Tensor? b, Tensor? data, Tensor? scale, Tensor? bias, "
+    "str route, Tensor? left, Tensor? left_scales, Tensor(a!) out) -> ()",
+    "routed_chain_into(Tensor x, Tensor?[] operands, str plan, Tensor(a!) out) -> ()",
+    "quantized_chain_into(Tensor data, Tensor scales, Tensor?[] operands, str plan, Tensor(a!) "
+    "out) -> ()",
     "gemm_norm(Tensor a, Tensor? a_scale, str a_granularity, Tensor b, Tensor? b_scale, Tensor? "
     "source, str b_granularity, Tensor? bias, Tensor? norm_weight, Tensor? norm_bias, Tensor? "
     "residual, Tensor? gate, Tensor? x0, Tensor? x, str norm, float eps, str activation, bool "

@@ -583,14 +583,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("own", [](int change) { owned_depth += change; });
   // As on a GPU, for tests without one.
   module.def("replay_chain", [](at::Tensor x, std::vector<std::optional<at::Tensor>> operands,
-                                std::string plan) {
-    const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("lokakern::routed_chain", "");
+                                std::string plan, std::optional<at::Tensor> out) {
+    const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(
+        out ? "lokakern::routed_chain_into" : "lokakern::routed_chain", "");
     c10::List<std::optional<at::Tensor>> list;
     for (auto& operand : operands) list.push_back(std::move(operand));
     torch::jit::Stack stack{std::move(x), std::move(list), std::move(plan)};
+    if (out) stack.emplace_back(*out);
     replay_op(op, stack);
-    return stack.at(0).toTensor();
-  });
+    return out ? *out : stack.at(0).toTensor();
+  }, py::arg("x"), py::arg("operands"), py::arg("plan"), py::arg("out") = py::none());
   module.def("use_driver", [](uint64_t launch, uint64_t encode, uint64_t fill) {
     use_driver(reinterpret_cast<LaunchKernel>(launch), reinterpret_cast<EncodeTiled>(encode),
                reinterpret_cast<Memset32>(fill));

@@ -174,6 +174,11 @@ def wait() -> bool:
     return NATIVE.wait()
 
 
+def is_keeping() -> bool:
+    """Whether calls of ops are kept for a file of plans, beside a package with its own calls."""
+    return _KEPT is not None
+
+
 def forget() -> None:
     """Discard all plans, because choices may have changed."""
     with _INSTALLING:
@@ -319,7 +324,8 @@ def _recorded(
     finally:
         jit.recorder = None
         _RECORDING.release()
-    template = result_template(result, recorder)
+    is_written = op and result is None  # to an argument, as the schema of the op says
+    template = None if is_written else result_template(result, recorder)
     with _INSTALLING:
         if generation == NATIVE.generation:
             _install(signature, recorder, template, op)

@@ -11,7 +11,9 @@ the host 87 us where its two kernels of a sum take 27. An operand of several pro
 once for all.
 
 And generated code calls `routed_gemm` and its like below, which replay a call without the checks
-that torch makes for any op, and a product with a relu as it calls other products of torch.
+that torch makes for any op, and a product with a relu as it calls other products of torch. In
+inference it gives products and chains that only a concatenation along columns reads their columns
+of it as output, as it does products of torch, so that nothing is copied.
 
 Inductor's functions for this are not stable. Without them products are right, but not fused.
 """
@@ -19,8 +21,10 @@ Inductor's functions for this are not stable. Without them products are right, b
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import operator
+import types
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -29,15 +33,21 @@ from torch import Tensor
 
 from lokakern import numerics, sampled_check
 from lokakern.functional import norm_gradient as _norm_gradient  # noqa: F401  # defines its op
-from lokakern.native import NATIVE
+from lokakern.native import NATIVE, is_keeping
 from lokakern.nn import bias_gradient as _bias_gradient  # noqa: F401  # defines its op
 from lokakern.nn import crossed_gradients as _crossed_gradients  # noqa: F401  # defines its ops
 from lokakern.nn import crossed_products as _crossed_products  # noqa: F401  # defines its op
 from lokakern.nn import logit as _logit  # noqa: F401  # defines its op
 from lokakern.nn import routed_matmul
 from lokakern.nn.activations import GELUS
+from lokakern.nn.chain_plan import steps_at
 from lokakern.nn.routed_chain import form_of_input  # and its module defines ops
 from lokakern.types import GROUP, Granularity
+
+# Products whose outputs Inductor places itself.
+_OF_TORCH = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+# Of a row of a slice: `cuda.scaled_gemm_*` write shorter rows together if they have no gaps.
+LEAST_BYTES = 64
 
 
 @functools.cache
@@ -55,6 +65,8 @@ def fuse_quantizers() -> None:
         call = fallback_handler(op, add_to_fallback_set=False)  # type: ignore[no-untyped-call]
 
         def lowered(*args: Any, **options: Any) -> Any:
+            if not options and _takes_slice(V.graph):
+                return _sliced(ir, V.graph, name, args)
             out = call(*args, **options)
             _call_directly(ir, V.graph, op, name)
             return out
@@ -187,6 +199,8 @@ def fuse_quantizers() -> None:
             return call_rectified(bias, a, b, beta=beta, alpha=alpha, use_gelu=use_gelu)
         inputs = [ir.ExternKernel.realize_input(x) for x in (bias, a, b)]
         sizes = [a.get_size()[0], b.get_size()[1]]
+        # No flexible one, which might become a slice: into rows with gaps torch copies the bias,
+        # adds the product, and applies relu in a launch of its own.
         layout = ir.FixedLayout(a.get_device(), a.get_dtype(), sizes)
         made = ir.ExternKernelOut(
             layout=layout, inputs=inputs, python_kernel_name="torch._addmm_activation",
@@ -249,6 +263,30 @@ def _call_directly(ir: Any, graph: Any, op: Any, name: str) -> None:
         generate(wrapper)
 
     made.codegen = codegen
+
+
+def _sliced(ir: Any, graph: Any, name: str, args: tuple[Any, ...]) -> Any:
+    """The call of an op with an output that Inductor places, at best in a concatenation."""
+    op, like = getattr(torch.ops.lokakern, name).default, graph.current_node.meta["val"]
+    missing = [argument.default_value for argument in op._schema.arguments[len(args) :]]
+    with graph.fake_mode:
+        _, tensors, others, unflatten, *_ = ir.FallbackKernel.process_kernel(op, *args, *missing)
+    made = ir.ExternKernelOut(
+        layout=ir.FlexibleLayout(like.device, like.dtype, list(like.shape)), inputs=tensors,
+        constant_args=others, python_kernel_name=f"torch.ops.lokakern.{name}_into.default",
+    )  # fmt: skip
+    made.unflatten_args = unflatten
+    made.codegen_args = types.MethodType(ir.FallbackKernel.codegen_args, made)
+    generate = made.codegen
+
+    def codegen(wrapper: Any) -> None:
+        if hasattr(wrapper, "add_import_once"):
+            wrapper.add_import_once(f"from {__name__} import {name}_into as lokakern_{name}_into")
+            made.python_kernel_name = f"lokakern_{name}_into"
+        generate(wrapper)
+
+    made.codegen = codegen
+    return ir.TensorBox.create(made)
 
 
 def _made(ir: Any, graph: Any, op: Any) -> Any:
@@ -357,6 +395,81 @@ def _called(name: str, op: Callable[..., Tensor], given: tuple[Any, ...]) -> Ten
     call = NATIVE.call_op
     found = None if call is None else call(name, *given)
     return op(*given) if found is None else found
+
+
+def _write(into: str, name: str, *given: Any, out: Tensor) -> None:
+    """Call an op that writes to ``out``; named as `NATIVE.call_op` and as torch name it."""
+    call = NATIVE.call_op
+    if call is not None and call(into, *given, out) is not None:
+        return
+    ops = torch.ops.lokakern
+    if is_keeping():  # beside a package, whose calls return their outputs
+        out.copy_(getattr(ops, name)(*given))
+    else:
+        getattr(ops, f"{name}_into")(*given, out)
+
+
+routed_gemm_into, rectified_product_into, routed_chain_into, quantized_chain_into = (
+    functools.partial(_write, f"lokakern::{name}_into", name)
+    for name in ("routed_gemm", "rectified_product", "routed_chain", "quantized_chain")
+)
+
+
+def _takes_slice(graph: Any) -> bool:
+    """Whether the output of the current product or chain is to be a slice of a concatenation.
+
+    In inference with static shapes, where rows of the slice start at multiples of 16 bytes, as
+    other kernels of CUDA write them otherwise. Without slices Inductor writes all parts in one
+    kernel, and may compute what reads the concatenation there instead of writing it. So at most one
+    part may be left to copy, and this only where a library or the caller reads the result.
+    """
+    node = graph.current_node
+    if graph.cpp_wrapper or not graph.is_inference or len(node.users) != 1:
+        return False
+    (cat,) = node.users
+    if cat.target is not torch.ops.aten.cat.default or not _is_sliceable(node):
+        return False
+    parts = cat.args[0]
+    values = [x.meta["val"] for x in (*parts, cat)]
+    sizes = [size for x in values for size in x.shape]
+    is_static = all(isinstance(size, int) for size in sizes)
+    if not is_static or {x.dim() for x in values} != {2} or len({x.dtype for x in values}) > 1:
+        return False
+    if (cat.args[1] if len(cat.args) > 1 else cat.kwargs.get("dim", 0)) not in (1, -1):
+        return False
+    item, total = values[-1].dtype.itemsize, values[-1].shape[1]
+    starts = [0, *itertools.accumulate(x.shape[1] for x in values[:-1])]
+
+    def is_slice(place: int) -> bool:
+        x, begin, end = parts[place], starts[place] * item, starts[place + 1] * item
+        if len(x.users) > 1 or parts.count(x) > 1:
+            return False
+        is_aligned = not (begin | end | total * item) % 16 and end - begin >= LEAST_BYTES
+        return x.target in _OF_TORCH or (is_aligned and _is_sliceable(x))
+
+    copied = [x for place, x in enumerate(parts) if not is_slice(place)]
+    if node in copied or len(copied) > 1:
+        return False
+    return not copied or all(x.op == "output" or x.target in _OF_TORCH for x in cat.users)
+
+
+def _is_sliceable(node: Any) -> bool:
+    """Whether a kernel of CUDA of this library writes the output of a node.
+
+    Libraries take no strided outputs, or copy them; kernels of Triton were not timed with them.
+    """
+    ops, rows = torch.ops.lokakern, node.meta["val"].shape[0]
+    if not isinstance(rows, int):
+        return False
+    if node.target is ops.routed_chain.default:
+        steps = steps_at(node.args[2], rows)
+        name = steps[-1].kernel if steps else ""
+    elif node.target in (ops.routed_gemm.default, ops.rectified_product.default):
+        route = node.args[5]
+        name = "" if sampled_check.is_checked(route) else routed_matmul.kernel_at(route, rows)
+    else:
+        return False
+    return name.rpartition("+")[2].startswith("cuda.")
 
 
 def _form_of_left(route: str, m: int, k: int) -> tuple[str, str]:

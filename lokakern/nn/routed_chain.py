@@ -26,7 +26,14 @@ from lokakern.native import NATIVE, recorded_op
 from lokakern.nn.activations import APPLY
 from lokakern.nn.block_rms_norm import block_rms_norm
 from lokakern.nn.chain_plan import ChainLayer, Steps, read_plan, steps_at
-from lokakern.nn.routed_matmul import OPS, dtype_of, equal_scales, fp8_on, laid_out
+from lokakern.nn.routed_matmul import (
+    OPS,
+    dtype_of,
+    equal_scales,
+    fp8_on,
+    laid_out,
+    written_into,
+)
 from lokakern.norm import Norm, largest
 from lokakern.numerics import SMALLEST_SCALE
 from lokakern.quantized_tensor import pitch_of
@@ -181,8 +188,10 @@ def replay_chain(x: Tensor, operands: Sequence[Tensor | None], plan: str) -> Ten
     return call("lokakern::routed_chain", x, operands, plan)  # type: ignore[no-any-return]
 
 
-def _chain(x: Tensor, operands: Sequence[Tensor | None], plan: str) -> Tensor:
-    """See `run_chain`."""
+def _chain(
+    x: Tensor, operands: Sequence[Tensor | None], plan: str, out: Tensor | None = None
+) -> Tensor:
+    """See `run_chain`; written to ``out``, if that is given, where the plan has launches."""
     layers, *_ = read_plan(plan)
     m, forms = x.shape[0], _forms(plan)
     if not m:
@@ -192,7 +201,8 @@ def _chain(x: Tensor, operands: Sequence[Tensor | None], plan: str) -> Tensor:
         steps = _steps(plan, m, x.device)
         if steps:
             with scratch.of_one_call():
-                return _launched(row_major(x.detach()), x.dtype, layers, forms, given, steps)
+                x, half = row_major(x.detach()), x.dtype
+                return _launched(x, half, layers, forms, given, steps, out)
         return unquantized_chain(x, operands, plan)
 
 
@@ -206,8 +216,9 @@ def unquantized_chain(x: Tensor, operands: Sequence[Tensor | None], plan: str) -
 
 
 def _quantized_chain(
-    data: Tensor, scales: Tensor, operands: Sequence[Tensor | None], plan: str
-) -> Tensor:
+    data: Tensor, scales: Tensor, operands: Sequence[Tensor | None], plan: str,
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """See `run_chain`, of an input in FP8 as `form_of_input` names it.
 
     Args:
@@ -215,12 +226,13 @@ def _quantized_chain(
         scales: Of ``data``, float32.
         operands: As of `run_chain`.
         plan: As of `run_chain`.
+        out: What is written, or None.
     """
     layers, *_ = read_plan(plan)
     forms, steps = _forms(plan), _steps(plan, len(data), data.device, is_quantized=True)
     x, given = QuantizedTensor(data, scales, steps[0].reads), _operands_of(operands, forms)
     with torch.autocast(data.device.type, enabled=False), scratch.of_one_call():
-        return _launched(x, dtype_of(plan), layers, forms, given, steps)
+        return _launched(x, dtype_of(plan), layers, forms, given, steps, out)
 
 
 def _launched(
@@ -230,8 +242,9 @@ def _launched(
     forms: Sequence[_Form],
     given: Sequence[LayerOperands],
     steps: Sequence[_Step],
+    last: Tensor | None = None,
 ) -> Tensor:
-    """The launches of a chain; tensors between layers are new in each call."""
+    """The launches of a chain; tensors between layers are new in each call, ``last`` may not be."""
     m, device, fp8 = x.shape[0], x.device, fp8_on(x.device)
     written, like = x, x.data if isinstance(x, QuantizedTensor) else x
     known: str | Tensor = ""  # the static scale of what was written, as of `_static_scale`
@@ -241,7 +254,11 @@ def _launched(
         scale, known = None, ""
         if step.writes is Granularity.TENSOR and step.kernel.op == "gemm_norm":
             scale, known = _static_scale(like, layer, form, tensors)
-        out = empty_matrix(m, step.columns, step.writes, scale, fp8, device, half)
+        out: Matrix
+        if last is not None and step is steps[-1]:
+            out = last
+        else:
+            out = empty_matrix(m, step.columns, step.writes, scale, fp8, device, half)
         right, epilogue = None, NormEpilogue()
         if step.kernel.op == "gemm_norm":
             right = _right(layer, tensors, step.weight, fp8, half)
@@ -374,6 +391,18 @@ recorded_op(
     _LIBRARY,
     "quantized_chain(Tensor data, Tensor scales, Tensor?[] operands, str plan) -> Tensor",
     _quantized_chain,
+)
+# As Inductor calls chains whose output it places (`lokakern.nn.inductor`).
+recorded_op(
+    _LIBRARY,
+    "routed_chain_into(Tensor x, Tensor?[] operands, str plan, Tensor(a!) out) -> ()",
+    written_into(_chain),
+)
+recorded_op(
+    _LIBRARY,
+    "quantized_chain_into(Tensor data, Tensor scales, Tensor?[] operands, str plan, "
+    "Tensor(a!) out) -> ()",
+    written_into(_quantized_chain),
 )
 torch.library.register_fake("lokakern::routed_chain", _chain_fake, lib=_LIBRARY)
 torch.library.register_fake("lokakern::quantized_chain", _quantized_chain_fake, lib=_LIBRARY)

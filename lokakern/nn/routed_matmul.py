@@ -545,7 +545,7 @@ def _activated_gemm_fake(
 def _rectified_product(
     a: Tensor | None, b: Tensor | None, data: Tensor | None, scale: Tensor | None,
     bias: Tensor | None, route: str, left: Tensor | None = None,
-    left_scales: Tensor | None = None,
+    left_scales: Tensor | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """``relu(a @ b + bias)`` by the GEMM of a route's kernel at this m, which has one.
 
@@ -558,6 +558,7 @@ def _rectified_product(
         route: The route.
         left: a in FP8.
         left_scales: The scales of ``left``.
+        out: What is written, or None.
     """
     whole = left if a is None else a
     assert whole is not None
@@ -565,7 +566,8 @@ def _rectified_product(
     assert kernel is not None
     x, right = quantized_operands(kernel, a, b, data, scale, left, left_scales)
     assert x.scale is not None  # FP8 has scales
-    out = _empty(whole, b, data, dtype_of(route))
+    if out is None:
+        out = _empty(whole, b, data, dtype_of(route))
     _launch_scaled(kernel, x.data, x.scale, right, out, bias, rectifies=True)
     return out
 
@@ -576,6 +578,22 @@ def _rectified_product_fake(
     left_scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     return _multiply_fake(a, b, data, scale, bias, route, left)
+
+
+def written_into(function: Callable[..., Tensor]) -> Callable[..., None]:
+    """A function that writes to its last argument what this one returns.
+
+    Args:
+        function: With an optional argument ``out``, to which it need not write.
+    """
+
+    def write(*given: Any) -> None:
+        *others, out = given
+        made = function(*others, out=out)
+        if made is not out:
+            out.copy_(made)
+
+    return write
 
 
 def quantize_weight(weight: Tensor, scales: str) -> tuple[Tensor, Tensor]:
@@ -597,10 +615,12 @@ def _multiply(
     apart: bool = False,
     *,
     is_wide: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
     """See `multiply`; ``left`` and ``data`` replace a and b of None.
 
-    A wide result of a kernel is float32; one without a kernel has the dtype of a.
+    A wide result of a kernel is float32; one without a kernel has the dtype of a, and is not
+    written to ``out``.
     """
     whole = left if a is None else a
     assert whole is not None
@@ -618,7 +638,8 @@ def _multiply(
         if bias is None or apart:
             return torch.mm(a, b) if bias is None else torch.mm(a, b).add_(bias)
         return torch.addmm(bias, a, b)
-    out = _empty(whole, b, data, torch.float32 if is_wide else loaded.dtype)
+    if out is None:
+        out = _empty(whole, b, data, torch.float32 if is_wide else loaded.dtype)
     data, scale = _typed(data, scale, loaded.form, whole)
     right: Tensor | QuantizedTensor
     if not kernel.parts:  # a library that quantizes itself
@@ -1050,6 +1071,19 @@ recorded_op(
     "rectified_product(Tensor? a, Tensor? b, Tensor? data, Tensor? scale, Tensor? bias, "
     "str route, Tensor? left=None, Tensor? left_scales=None) -> Tensor",
     _rectified_product,
+)
+# As Inductor calls products whose output it places (`lokakern.nn.inductor`).
+recorded_op(
+    _LIBRARY,
+    "routed_gemm_into(Tensor? a, Tensor? b, Tensor? data, Tensor? scale, Tensor? bias, str route, "
+    "Tensor? left, Tensor? left_scales, str left_scale, bool apart, Tensor(a!) out) -> ()",
+    written_into(_multiply),
+)
+recorded_op(
+    _LIBRARY,
+    "rectified_product_into(Tensor? a, Tensor? b, Tensor? data, Tensor? scale, Tensor? bias, "
+    "str route, Tensor? left, Tensor? left_scales, Tensor(a!) out) -> ()",
+    written_into(_rectified_product),
 )
 torch.library.register_fake("lokakern::rectified_product", _rectified_product_fake, lib=_LIBRARY)
 torch.library.register_fake("lokakern::activated_gemm", _activated_gemm_fake, lib=_LIBRARY)

@@ -757,6 +757,30 @@ def test_warm_calls_are_replayed(calls: list[Any], monkeypatch: pytest.MonkeyPat
         assert library.call_op(name, x, [object()], plan) is None
 
 
+def test_warm_calls_write_to_a_slice(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The op returns nothing, and a call from generated code finds the plan of the op."""
+    from lokakern.nn import inductor, routed_chain
+
+    model = chained(model_of(mods.BlockRMSNorm(48, 16)), STATIC)
+    model(rows())
+    ((_, operands, plan),) = calls
+    run, made = routed_chain._launched, []
+    monkeypatch.setattr(routed_chain, "_launched", lambda *given: made.append(1) or run(*given))
+    with native.in_use() as library:
+        for seed in range(4):
+            x, joined = rows(seed=seed), torch.zeros(48, 104).bfloat16()
+            out, count = joined[:, 64:], len(made)
+            if seed < 3:
+                library.replay_chain(x, operands, plan, out)
+            else:
+                inductor.routed_chain_into(x, operands, plan, out=out)
+            assert len(made) - count == (seed < 2) and not joined[:, :64].any()
+            assert torch.equal(out, torch.ops.lokakern.routed_chain(x, operands, plan))
+        assert library.size() == 1
+        inductor.routed_chain_into(x, operands, plan, out=joined[:, :40])
+        assert torch.equal(joined[:, :40], torch.ops.lokakern.routed_chain(x, operands, plan))
+
+
 STATIC = plan_of(
     (
         step(0, "cuda.quantize_row+cuda.gemm_norm_row", (NONE, ROW, TENSOR)),
