@@ -29,6 +29,12 @@ def value(x: Any) -> Tensor | None:
     return found if is_known else None
 
 
+def joins_columns(node: fx.Node) -> bool:
+    """Whether a node concatenates matrices along columns."""
+    y = value(node) if node.target is aten.cat.default else None
+    return y is not None and y.dim() == 2 and node.args[1:] in ((1,), (-1,))
+
+
 def bytes_of(x: Tensor) -> int:
     """Bytes of its elements."""
     return x.numel() * x.element_size()

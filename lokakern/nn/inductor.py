@@ -41,6 +41,7 @@ from lokakern.nn import logit as _logit  # noqa: F401  # defines its op
 from lokakern.nn import routed_matmul
 from lokakern.nn.activations import GELUS
 from lokakern.nn.chain_plan import steps_at
+from lokakern.nn.graph_edit import joins_columns
 from lokakern.nn.routed_chain import form_of_input  # and its module defines ops
 from lokakern.types import GROUP, Granularity
 
@@ -427,24 +428,20 @@ def _takes_slice(graph: Any) -> bool:
     if graph.cpp_wrapper or not graph.is_inference or len(node.users) != 1:
         return False
     (cat,) = node.users
-    if cat.target is not torch.ops.aten.cat.default or not _is_sliceable(node):
+    if not joins_columns(cat):
         return False
-    parts = cat.args[0]
-    values = [x.meta["val"] for x in (*parts, cat)]
-    sizes = [size for x in values for size in x.shape]
-    is_static = all(isinstance(size, int) for size in sizes)
-    if not is_static or {x.dim() for x in values} != {2} or len({x.dtype for x in values}) > 1:
+    parts, joined = cat.args[0], cat.meta["val"]
+    values = [x.meta["val"] for x in parts]
+    if any(x.dtype is not joined.dtype or x.dim() != 2 for x in values):
         return False
-    if (cat.args[1] if len(cat.args) > 1 else cat.kwargs.get("dim", 0)) not in (1, -1):
-        return False
-    item, total = values[-1].dtype.itemsize, values[-1].shape[1]
-    starts = [0, *itertools.accumulate(x.shape[1] for x in values[:-1])]
+    item = joined.element_size()
+    starts = [0, *itertools.accumulate(x.shape[1] * item for x in values)]
 
     def is_slice(place: int) -> bool:
-        x, begin, end = parts[place], starts[place] * item, starts[place + 1] * item
+        x, begin, end = parts[place], starts[place], starts[place + 1]
         if len(x.users) > 1 or parts.count(x) > 1:
             return False
-        is_aligned = not (begin | end | total * item) % 16 and end - begin >= LEAST_BYTES
+        is_aligned = not (begin | end | starts[-1]) % 16 and end - begin >= LEAST_BYTES
         return x.target in _OF_TORCH or (is_aligned and _is_sliceable(x))
 
     copied = [x for place, x in enumerate(parts) if not is_slice(place)]
@@ -459,8 +456,6 @@ def _is_sliceable(node: Any) -> bool:
     Libraries take no strided outputs, or copy them; kernels of Triton were not timed with them.
     """
     ops, rows = torch.ops.lokakern, node.meta["val"].shape[0]
-    if not isinstance(rows, int):
-        return False
     if node.target is ops.routed_chain.default:
         steps = steps_at(node.args[2], rows)
         name = steps[-1].kernel if steps else ""

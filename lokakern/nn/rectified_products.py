@@ -4,7 +4,8 @@ Where a library or a kernel of ours reads ``relu(a @ b + bias)``, Inductor write
 its own, which reads the product and writes as much again: 25 us of an H200 at 8192 x 2048, where
 the product over k = 512 takes 20. The FP8 GEMMs of this library have the relu in their epilogue.
 Where only Inductor's kernels read it, such as those that quantize, they compute it as they load the
-product, and it is left to them. In training the gradient of the next weight reads it, too. Silu is
+product, and it is left to them, but for concatenations along columns, to which the product may
+write (`lokakern.nn.inductor`). In training the gradient of the next weight reads it, too. Silu is
 left alone: its exponential takes the epilogue 35 us more, and its gradient needs the product.
 """
 
@@ -15,7 +16,15 @@ from torch import fx
 
 from lokakern.device import current_device
 from lokakern.nn import routed_matmul
-from lokakern.nn.graph_edit import RESHAPES, add, is_recomputed, is_written, replace, value
+from lokakern.nn.graph_edit import (
+    RESHAPES,
+    add,
+    is_recomputed,
+    is_written,
+    joins_columns,
+    replace,
+    value,
+)
 from lokakern.problems import make_problem
 from lokakern.registry.register import KERNELS
 from lokakern.sampled_check import is_checked
@@ -35,7 +44,7 @@ def rectify_in_products(graph: fx.Graph) -> None:
         last = next(iter(shaped.users), None)
         if last is None or last.target is not aten.relu.default or len(shaped.users) > 1:
             continue
-        if is_recomputed(product, shaped, last) or not (is_written(last) and _takes(product)):
+        if is_recomputed(product, shaped, last) or not (_is_read(last) and _takes(product)):
             continue
         with graph.inserting_before(product):
             op = torch.ops.lokakern.rectified_product.default
@@ -46,6 +55,14 @@ def rectify_in_products(graph: fx.Graph) -> None:
             is_whole = shape == list(made.meta["val"].shape)
             replace(last, made if is_whole else add(graph, aten.reshape.default, made, shape))
     graph.eliminate_dead_code()
+
+
+def _is_read(relu: fx.Node) -> bool:
+    """Whether something other than Inductor's kernels reads a relu, or a concatenation alone.
+
+    Where the product cannot write to that, the relu takes no launch of its own in either place.
+    """
+    return is_written(relu) or (len(relu.users) == 1 and joins_columns(next(iter(relu.users))))
 
 
 def _takes(product: fx.Node) -> bool:

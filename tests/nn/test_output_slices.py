@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
-from lokakern.nn import inductor
+from lokakern.nn import graph_passes, inductor
 from lokakern.nn.routed_matmul import PLAIN, in_dtype, route_text, switched, turn
 from lokakern.sampled_check import Marker
 from lokakern.types import ErrorBudget, Granularity
@@ -81,6 +81,18 @@ def test_a_chain_and_a_product_of_torch_are_beside_a_layer() -> None:
     check(lambda x: torch.cat([plain(x), chain(x), first(x)], 1), rows(), slices=2, kernels=0)
 
 
+def test_relus_before_a_concatenation_are_computed_by_products() -> None:
+    """Also a relu behind it, which Inductor moves to its parts."""
+    first, second = layer(), layer(64, bias=False)
+    graph_passes.install_passes()
+    for call in (
+        lambda x: torch.cat([first(x).relu(), second(x).relu()], 1),
+        lambda x: torch.cat([first(x), second(x)], 1).relu(),
+        lambda x: torch.cat([first(x).relu(), second(x)], -1),
+    ):
+        check(call, rows(), slices=2, kernels=0)
+
+
 def test_an_input_beside_a_layer_is_copied() -> None:
     """Where the concatenation has to be written anyway."""
     first, weight, x = layer(), torch.randn(40 + K, 8).bfloat16(), rows()
@@ -91,7 +103,7 @@ def test_an_input_beside_a_layer_is_copied() -> None:
 @pytest.mark.parametrize(
     ("call", "n", "route"),
     [
-        (lambda y, x: torch.cat([y, x], 1).relu(), 40, BY_ROW),  # one kernel computes both
+        (lambda y, x: torch.cat([y, x], 1).exp(), 40, BY_ROW),  # one kernel computes both
         (lambda y, x: torch.cat([y, x, x + 1], 1), 40, BY_ROW),  # which two would copy
         (lambda y, x: torch.cat([y, x[:, :40]]), 40, BY_ROW),
         (lambda y, x: torch.cat([y.view(6, 8, 40), x.view(6, 8, K)], 2), 40, BY_ROW),
