@@ -61,12 +61,14 @@ def fuse_quantizers() -> None:
     except ImportError:
         return
 
+    places = hasattr(ir, "ExternKernelOut") and hasattr(ir.FallbackKernel, "process_kernel")
+
     def called(name: str) -> Callable[..., Any]:
         op = getattr(torch.ops.lokakern, name).default
         call = fallback_handler(op, add_to_fallback_set=False)  # type: ignore[no-untyped-call]
 
         def lowered(*args: Any, **options: Any) -> Any:
-            if not options and _takes_slice(V.graph):
+            if not options and places and _takes_slice(V.graph):
                 return _sliced(ir, V.graph, name, args)
             out = call(*args, **options)
             _call_directly(ir, V.graph, op, name)
