@@ -1068,7 +1068,7 @@ class Conversion:
         report: ProbeReport | None = None,
         *,
         budget: ErrorBudget | float | None = None,
-        every: int = 200,
+        every: int = 150,
         callbacks: Sequence[Callable[[DriftEvent], None]] = (),
         seed: int = 0,
     ) -> DriftWatch:
