@@ -41,6 +41,7 @@ from lokakern.nn.chain_call import (
     call_again,
     call_parts,
     has_no_launch,
+    has_own_call,
     is_idle_at,
     is_part,
     layers_at,
@@ -174,6 +175,7 @@ class CrossedForward:
     _read: tuple[str, ...] | None = None
     _read_children: list[nn.Module | None]
     _passed: tuple[nn.Module, ...] = ()  # identities and dropout within tails
+    _between: tuple[nn.Module, ...] = ()  # what now runs before a layer, and did behind it
     _missing: tuple[str, ...] = ()  # names of attributes that a forward asked for in vain
     _handed_on: tuple[str, ...] = ()  # arguments that may be None
     # By shapes of inputs, whether no plan holds.
@@ -195,7 +197,7 @@ class CrossedForward:
             self._handed_on = tuple(_defaults_of(module))
         missing = set(products_of(module))
         missing_tails = {tail.names for tail in tails}
-        codes, passed = [], dict[str, None]()
+        codes, passed, between = [], dict[str, None](), dict[str, None]()
         for graph in graphs:
             # An argument, so that a compiled graph of other plans needs no other function.
             with graph.inserting_before(next(iter(graph.nodes))):
@@ -209,6 +211,7 @@ class CrossedForward:
                     missing.discard(key)
             tail_places = {tail.names: len(crosses) + i for i, tail in enumerate(tails)}
             for tail in wanted_tails(graph, module, tail_places):
+                between |= dict.fromkeys(tail.modules_between)
                 _replace_tail(graph, tail, plans, tail_places[tail.names])
                 passed |= dict.fromkeys(tail.passed_modules)
                 missing_tails.discard(tail.names)
@@ -243,6 +246,8 @@ class CrossedForward:
         self._of_children = list(reads.values())
         self._tied = _tied_names(graphs, module)
         self._passed = tuple(module.get_submodule(name) for name in passed)
+        inner = (x for name in between for x in module.get_submodule(name).modules())
+        self._between = tuple(x for x in dict.fromkeys(inner) if not isinstance(x, nn.Linear))
         self._compile()
         self.take_plans(crosses, tails)
 
@@ -438,8 +443,11 @@ class CrossedForward:
         """Whether children are in the mode of the module, where its forward depends on modes.
 
         And whether no dropout between calls that became one is in training: the order of calls
-        would draw other numbers.
+        would draw other numbers. And whether nothing that they move past writes to tensors now.
         """
+        for other in self._between:
+            if getattr(other, "inplace", False) is True or has_own_call(other):
+                return False
         for passed in self._passed:
             if passed.training and type(passed) is nn.Dropout:
                 return False

@@ -179,6 +179,16 @@ class FoundTail(NamedTuple):
         return [str(x.target) for x in self.behind if x in self.passed and x.op == "call_module"]
 
     @property
+    def modules_between(self) -> list[str]:
+        """Names of modules that are called between the layer and the end, but not by the tail."""
+        ours, node, found = {self.layer, *self.behind}, self.layer, list[str]()
+        while node is not self.end:
+            if node not in ours and node.op == "call_module":
+                found.append(str(node.target))
+            node = node.next
+        return found
+
+    @property
     def arguments(self) -> list[str | fx.Node]:
         """Names of the tail with the matrices that it reads.
 

@@ -199,6 +199,33 @@ def test_what_is_not_like_the_output_runs_the_modules(run: Run, book: Book) -> N
         assert torch.equal(y, plain) and y.dtype is plain.dtype and not is_chained(call)
 
 
+def moved_past(net: Any, x: Tensor) -> Tensor:
+    h = x * 1
+    y, g = net.fc(h), net.relu(h)
+    return net.norm(y + g)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("what", ["inplace", "hook"])
+@pytest.mark.parametrize("m", [512, 16])
+def test_a_module_between_may_write_since(what: str, m: int, book: Book) -> None:
+    """The layer moves behind it, and would read what it wrote."""
+    measure(book, "bias+residual+layer+affine")
+    model, x = made(moved_past), rows()[:m]
+    plain = copy.deepcopy(model)
+    convert(model, 0.06)
+    assert is_chained(model)
+    compiled = torch.compile(model, backend="aot_eager", dynamic=False)
+    for net in (model, plain):
+        if what == "inplace":
+            net.relu.inplace = True
+        else:
+            net.relu.register_forward_hook(lambda _, given, y: y.copy_(given[0].mul_(3)))
+    expected = plain(x)
+    for _ in range(2):
+        assert torch.equal(model(x), expected)
+    assert torch.equal(compiled(x), expected)
+
+
 def test_other_calls_are_no_residuals(book: Book) -> None:
     def parameter(net: Any, x: Tensor) -> Tensor:
         return net.norm(net.fc(x)) + net.shift  # type: ignore[no-any-return]
