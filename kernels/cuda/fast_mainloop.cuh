@@ -6,35 +6,62 @@
 // which is what the L2 sends one SM. Rows that start within a cache line lie in two of them: so
 // 2176 x 1280 x 3984 took an H200 40 us, and 24 by pairs.
 //
-// Macros beside those of mainloop.cuh, of which BLOCK_N may be 64 to 224 in steps of 16, or 256, and
-// WARPGROUPS 3 here:
+// Macros beside those of mainloop.cuh, of which BLOCK_N may be 16 to 224 in steps of 16, or 256, and
+// WARPGROUPS 3 here, or 4 of narrow tiles:
 //
 //     PAIRS      2: two blocks of a cluster take tiles that lie above each other. Each copies one
-//                half of b's rows, into both.
+//                half of b's rows, into both. With PARTS > 1 a cluster is as many pairs, each of
+//                which sums up a part of K.
 //     IN_TURN    1: each of two warpgroups has every second tile of the block, 128 rows: one writes
 //                while the other multiplies. They read one ring in turn. 0: they share tiles.
 #pragma once
 #define WHOLE_SUMS 1
+#include "hopper.cuh"
+
+// Of a cluster of PARTS pairs, or of single blocks: which part of K this block sums up, and its place
+// in the pair.
+__device__ __forceinline__ unsigned part_of_sum() {
+    return PAIRS == 1 ? rank_in_cluster() : rank_in_cluster() / PAIRS;
+}
+
+__device__ __forceinline__ unsigned rank_in_pair() {
+    return PARTS == 1 ? rank_in_cluster() : rank_in_cluster() % PAIRS;
+}
+
+// The address of a place in the block of this pair, and in the same block of another pair.
+__device__ __forceinline__ unsigned address_in_pair(unsigned address, unsigned rank) {
+    return address_in(address, PARTS == 1 ? rank : part_of_sum() * PAIRS + rank);
+}
+
+__device__ __forceinline__ unsigned address_in_part(unsigned address, unsigned part) {
+    return address_in(address, PAIRS == 1 ? part : part * PAIRS + rank_in_pair());
+}
+
+// What shares sums knows of parts alone.
+#define rank_in_cluster part_of_sum
+#define address_in address_in_part
 #include "mainloop.cuh"
 #include "whole_products.cuh"
 
 static_assert(SCALES == 0 && BATCH == 1, "one product, scaled at its end");
-static_assert(PAIRS == 1 || (PARTS == 1 && !RESIDENT), "a pair streams whole sums");
+static_assert(PAIRS == 1 || !RESIDENT, "a pair streams b");
+static_assert(STEPS >= PARTS, "every block has a part");
 static_assert(!IN_TURN || (WARPGROUPS == 2 && PARTS == 1 && !RESIDENT && BLOCK_N <= 144), "turns");
 
 // Elected. A box into the shared memory of both blocks, at the same place, and bytes for the barrier
 // of each.
 __device__ __forceinline__ void load_box_for_pair(
     unsigned to, const TensorMap& map, unsigned barrier, int x, int y) {
+    const unsigned short both = PARTS == 1 ? 3 : 3 << part_of_sum() * PAIRS;
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
         ".multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to), "l"(&map), "r"(barrier),
-        "r"(x), "r"(y), "h"(static_cast<unsigned short>(3)) : "memory");
+        "r"(x), "r"(y), "h"(both) : "memory");
 }
 
-// At the barrier of one block.
+// At the barrier of one block of the pair.
 __device__ __forceinline__ void arrive_in(unsigned barrier, unsigned rank) {
-    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_in(barrier, rank))
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_in_pair(barrier, rank))
                  : "memory");
 }
 
@@ -53,7 +80,9 @@ __device__ __forceinline__ void arrive_in(unsigned barrier, unsigned rank) {
                      TEXT(B_TYPE) " {" LIST "}, %" #FIRST ", %" #SECOND ", p, 1, 1;\n}"           \
                      : __VA_ARGS__ : "l"(a), "l"(b), "r"(add));                                   \
     }
-#if BLOCK_N == 80
+#if BLOCK_N == 48
+DEFINE_PRODUCT(48, L16_0 ", %16, %17, %18, %19, %20, %21, %22, %23", 24, 25, 26, F16(0), F8(16))
+#elif BLOCK_N == 80
 DEFINE_PRODUCT(80, L16_0 L16_1 ", %32, %33, %34, %35, %36, %37, %38, %39", 40, 41, 42,
                F16(0), F16(16), F8(32))
 #elif BLOCK_N == 112
@@ -82,8 +111,13 @@ DEFINE_PRODUCT(224, L64 L16_4 L16_5 L16_6, 112, 113, 114, F64, F16(64), F16(80),
 #undef DEFINE_PRODUCT
 
 constexpr int PAIRED_BYTES = B_BYTES / PAIRS;
-// 3 warpgroups of 128 threads, and 40 of each producer's thread, are 63488 of the SM's 65536.
-constexpr int WHOLE_REGISTERS = WARPGROUPS == 3 ? 152 : MATH_REGISTERS;
+// A block is launched with as many registers of each thread as its share of the SM's 65536 has. Those
+// that multiply take what its producers give: to take more would be to wait forever.
+constexpr int LAUNCH_REGISTERS = 65536 / (THREADS * SM_BLOCKS) / 8 * 8;
+constexpr int WHOLE_REGISTERS =
+    (LAUNCH_REGISTERS * THREADS - 128 * PRODUCER_REGISTERS) / MATH_THREADS / 8 * 8;
+static_assert(WARPGROUPS == 1 || (WHOLE_REGISTERS <= MATH_REGISTERS &&
+                                  BLOCK_N / 2 * (1 + IN_TURN) + 56 <= WHOLE_REGISTERS), "registers");
 
 // What a warpgroup finishes at once: IN_TURN a half of its tile, with the sums of the second.
 struct Part : Tile {
@@ -97,15 +131,15 @@ struct PairedWalk {
 
     __device__ __forceinline__ PairedWalk(const Operands& operands, int) : m(operands.m) {
         tiles_m = (m + PAIRS * TILE_ROWS - 1) / (PAIRS * TILE_ROWS);
-        at = blockIdx.x / PAIRS;
-        step = gridDim.x / PAIRS;
+        at = blockIdx.x / (PAIRS * PARTS);
+        step = gridDim.x / (PAIRS * PARTS);
     }
 
     __device__ __forceinline__ bool next(Tile& tile) {
         const int band = at / (BAND * TILES_N), in_band = at % (BAND * TILES_N);
         const int height = min(BAND, tiles_m - band * BAND);
         const int pair = band * BAND + in_band % height;
-        tile.row = (PAIRS == 1 ? pair : pair * PAIRS + rank_in_cluster()) * TILE_ROWS;
+        tile.row = (PAIRS == 1 ? pair : pair * PAIRS + rank_in_pair()) * TILE_ROWS;
         tile.column = in_band / height * BLOCK_N;
         tile.batch = 0;
         tile.end = m;
@@ -157,9 +191,9 @@ __device__ __forceinline__ void produce_for_pair(
     PairedWalk walk(operands, pipeline);
     Place place;
     Tile tile;
-    const unsigned rank = rank_in_cluster();
+    const unsigned rank = rank_in_pair();
     while (walk.next(tile)) {
-        for (int step = 0; step < STEPS; ++step) {
+        for (int step = first_step(); step < last_step(); ++step) {
             const unsigned full = memory.full(0, place.stage);
             wait(memory.empty(0, place.stage), place.parity ^ 1);
             expect_bytes(full, LOADED_BYTES);
@@ -273,7 +307,7 @@ struct WholeMultiplier {
     }
 };
 
-#if !RESIDENT && PARTS == 1
+#if !RESIDENT
 #define Walk PairedWalk
 #endif
 #define MATH_REGISTERS WHOLE_REGISTERS

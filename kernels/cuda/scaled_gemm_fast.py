@@ -62,7 +62,7 @@ class FastTile(Tile):
 
         `scaled_gemm.run` makes a map of the output only where rows of this length have one.
         """
-        return -(-self.block_n // 16) * 16
+        return self.block_n // self.parts if self.parts > 1 else -(-self.block_n // 16) * 16
 
 
 class Cost(NamedTuple):
@@ -110,19 +110,26 @@ def macros_for(n: int, k: int, tile: Tile, kind: Kind) -> dict[str, int | str]:
     """All macros.
 
     Raises:
-        ValueError: Shared memory does not hold the tile.
+        ValueError: Shared memory does not hold the tile, or its steps are too few for its parts, or
+            columns of a part are no bulk copy's.
     """
     macros = macros_of(n, k, tile, kind)
     if not isinstance(tile, FastTile):
         return macros | {"PAIRS": 1, "IN_TURN": 0}
-    row = tile.block_n * kind.out_bytes
+    columns, left = divmod(tile.block_n, 8 * tile.parts)
+    if left or not chunk_bytes(8 * columns, kind.out_bytes) or -(-k // DEPTH) < tile.parts:
+        raise ValueError(f"{tile} has too many parts for n={n} k={k} of {kind.out_bytes} bytes")
+    row = tile.columns * kind.out_bytes
     width = staged_bytes(row, kind.out_bytes)
     if not macros["DIRECT"] and width:
         chunks = min(tile.chunks, row // width)
         fixed = tile.warpgroups * chunks * -(-ROWS * width // 1024) * 1024 + 16
         fixed += tile.warpgroups * tile.block_n * 4  # b's scales
         stage = (tile.height + tile.block_n) * depth_of(k) + 16
-        stages = min(MOST_STAGES, (SHARED_BYTES - fixed) // stage)
+        total = SHARED_BYTES // tile.blocks - (1024 if tile.blocks > 1 else 0)
+        stages = min(MOST_STAGES, (total - fixed) // stage)
+        if stages < 2:
+            raise ValueError(f"{tile} does not fit n={n} k={k}: {stages} stages")
         macros |= {
             "CHUNK_BYTES": width, "CHUNKS": chunks, "STAGES": stages,
             "SHARED_BYTES": fixed + stages * stage,
@@ -134,9 +141,10 @@ def staged_bytes(row: int, item: int) -> int:
     """Bytes of a row of a tile that one bulk copy writes, where `chunk_bytes` has few; else 0.
 
     Then an odd number of 16 bytes, which are in different banks of shared memory in 8 rows that
-    follow each other. Of rows of float32 that would be no whole 8 columns.
+    follow each other. Of rows of float32 that would be no whole 8 columns, and rows of up to 64
+    bytes leave in one copy, permuted.
     """
-    if item > 2 or chunk_bytes(row // item, item) >= (128 if item == 2 else 64):
+    if item > 2 or row <= 64 or chunk_bytes(row // item, item) >= (128 if item == 2 else 64):
         return 0
     while row % 32 == 0:
         row //= 2
@@ -270,11 +278,16 @@ def make_plan(m: int, n: int, k: int, kind: Kind, tile: Tile, sms: int) -> Plan:
     width, fold, pairs = (int(macros[name]) for name in ("CHUNK_BYTES", "FOLD", "PAIRS"))
     swizzle_bytes = width if width in (32, 64, 128) and fold == 1 else 0
     if isinstance(tile, FastTile):
-        grid = pairs * min(sms // pairs, _groups(m, n, tile))
+        groups = _groups(m, n, tile)
+        if tile.parts == 1:  # what shares sums has one tile: they lie where the next would
+            groups = min(sms * tile.blocks // pairs, groups)
+        grid = pairs * tile.parts * groups
     else:
         grid = grid_of(tile, m, n, 1, sms)
-    # The maps are of what one block of a pair copies.
-    copied = replace(tile, block_n=tile.block_n // pairs)
+    # The maps are of what one block of a pair copies; rows of parts have one, too.
+    copied = tile
+    if isinstance(tile, FastTile):
+        copied = replace(tile, block_n=tile.block_n // pairs, parts=1)
     return Plan(
         launch, copied, (grid, 1, 1), width // kind.out_bytes * fold, swizzle_bytes, fold, {}
     )

@@ -33,12 +33,26 @@ TILES = (
     FastTile(160, warpgroups=1), FastTile(160, warpgroups=3, chunks=1, pairs=2),
     FastTile(176, pairs=2), FastTile(192, warpgroups=3, chunks=1), FastTile(208),
     FastTile(224, warpgroups=1), FastTile(224, pairs=2),
+    # Narrow ones, of up to four warpgroups and several blocks of an SM.
+    FastTile(16, warpgroups=1, pairs=2), FastTile(32, pairs=2), FastTile(48, pairs=2),
+    FastTile(48, warpgroups=1, blocks=4), FastTile(32, warpgroups=1, blocks=2, pairs=2),
+    FastTile(64, warpgroups=3, pairs=2), FastTile(64, warpgroups=4), FastTile(64, blocks=2),
+    Tile(32, resident=True, blocks=2),
+    Tile(64, warpgroups=3, resident=True), Tile(48, warpgroups=4, resident=True),
+)  # fmt: skip
+# Of clusters that share sums: single blocks, and pairs.
+SPLIT_TILES = (
+    FastTile(128, parts=4), FastTile(64, warpgroups=1, parts=8), FastTile(112, parts=2),
+    FastTile(192, parts=4), FastTile(96, warpgroups=3, parts=2),
+    FastTile(32, warpgroups=1, parts=4), FastTile(64, warpgroups=1, parts=2, blocks=2),
+    FastTile(128, parts=2, pairs=2),
+    FastTile(128, warpgroups=1, parts=4, pairs=2), FastTile(48, parts=2, pairs=2),
 )  # fmt: skip
 # One tile; ends of pairs, of columns and of steps; several tiles of each block; steps that the ring
 # has as many of, and one more.
 SIZES = (
     (1, 8, 16), (128, 128, 128), (129, 136, 144), (200, 328, 1040), (257, 1000, 768),
-    (3000, 2056, 896), (20000, 264, 272),
+    (3000, 2056, 896), (20000, 264, 272), (600, 136, 3984),
 )  # fmt: skip
 
 
@@ -75,7 +89,7 @@ def fits(tile: Tile, n: int, k: int, kind: Kind) -> bool:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("tile", (*TILES, *SPLIT_TILES), ids=str)
 def test_a_tile_multiplies_every_size(tile: Tile) -> None:
     roundoff = Format.BFLOAT16.unit_roundoff
     for seed, (m, n, k) in enumerate(SIZES):
@@ -135,7 +149,7 @@ def test_a_tile_multiplies_slices_of_k(tile: Tile) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tile", TILES[:7], ids=str)
+@pytest.mark.parametrize("tile", (*TILES[:7], *SPLIT_TILES), ids=str)
 def test_many_launches_in_a_row_give_the_same_bits(tile: Tile) -> None:
     """Blocks of a pair, warpgroups in turn and launches that overlap wait for each other."""
     a, b = drawn(5000, 1032, 1104, 2)
@@ -197,6 +211,19 @@ def test_what_a_pair_copies_is_half_of_a_tile() -> None:
     assert most.grid == (132, 1, 1)
 
 
+def test_a_tile_has_one_cluster_of_pairs_that_share_its_sums() -> None:
+    tile = FastTile(128, warpgroups=1, parts=4, pairs=2)
+    plan = scaled_gemm_fast.make_plan(9999, 600, 2000, Kind("row"), tile, H200_SMS)
+    assert plan.tile.block_n == 64
+    assert plan.grid == (8 * 79 * 5, 1, 1)  # not as many as the GPU has at once
+    macros = dict(plan.launch.program.macros)
+    assert (macros["PARTS"], macros["PAIRS"], plan.chunk) == (4, 2, 32)
+    with pytest.raises(ValueError, match="too many parts"):
+        macros_for(600, 384, tile, Kind("row"))
+    with pytest.raises(ValueError, match="too many parts"):
+        macros_for(600, 2000, FastTile(64, parts=8), Kind("row", out_bytes=1))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
 def test_a_launch_is_given_as_many_maps_as_it_was_bound_for(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -206,13 +233,17 @@ def test_a_launch_is_given_as_many_maps_as_it_was_bound_for(
     a, b = (torch.empty(rows, 1040, dtype=torch.float8_e4m3fn) for rows in (512, 1040))
     out, scale = torch.empty(512, 1040, dtype=dtype), torch.ones(512, 1)
     kind = scaled_gemm._kind_of("row", (a,), b.t(), out, None, PLAIN)
+    given = [*TILES, *SPLIT_TILES]
     for shape in scaled_gemm_fast.SHAPES:
         for width in shape.widths:
             for pairs in (1, 2):
-                tile = replace(shape.tile, block_n=width, pairs=pairs)
-                plan = scaled_gemm_fast.make_plan(512, 1040, 1040, kind, tile, H200_SMS)
-                maps = scaled_gemm._make_maps(plan, kind, 512, 1, (a,), (scale,), b.t(), scale, out)
-                assert len(maps) == plan.launch._parameters[-1], tile
+                given.append(replace(shape.tile, block_n=width, pairs=pairs))
+    for tile in given:
+        if not fits(tile, 1040, 1040, kind):  # FP8 of parts of 8 columns
+            continue
+        plan = scaled_gemm_fast.make_plan(512, 1040, 1040, kind, tile, H200_SMS)
+        maps = scaled_gemm._make_maps(plan, kind, 512, 1, (a,), (scale,), b.t(), scale, out)
+        assert len(maps) == plan.launch._parameters[-1], tile
 
 
 @pytest.mark.parametrize("module", [scaled_gemm, scaled_gemm_unaligned])
