@@ -86,7 +86,7 @@ def model(
         bool,
         typer.Option(
             "--large-steps",
-            help="Step the parameters of by-budget and lokakern by lokakern.nn.optim.",
+            help="Step the parameters of every arm by lokakern.nn.optim.",
         ),
     ] = False,
     out: Annotated[

@@ -47,7 +47,7 @@ class Setting:
     training: bool  # whether steps are training steps or predictions
     device: torch.device  # where it runs
     budget: float  # largest accepted row error of a quantized product
-    large_steps: bool = False  # whether arms of `convert` are stepped by `lokakern.nn.optim`
+    large_steps: bool = False  # whether `lokakern.nn.optim` steps the parameters of every arm
     data: RecordedData | None = None  # a user's samples; None: synthetic ones
 
     @property
@@ -264,8 +264,7 @@ def build(
         # On a CPU it is only traced: CPU code of Inductor is no evidence for a GPU.
         backend = "inductor" if setting.device.type == "cuda" else "eager"
         interact = torch.compile(interact, dynamic=False, backend=backend)
-    is_large = setting.large_steps and conversion is not None
-    optimizer = optim.Adam if is_large else torch.optim.Adam
+    optimizer = optim.Adam if setting.large_steps else torch.optim.Adam
     return Built(arm, model, interact, conversion, tuple(notes), optimizer)
 
 

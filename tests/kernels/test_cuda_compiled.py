@@ -31,6 +31,7 @@ import torch
 from lokakern import nvrtc
 from lokakern.errors import CompilationError
 from lokakern.kernels.cuda import (
+    fast_tiles,
     gelu,
     half,
     quantize,
@@ -45,7 +46,7 @@ from lokakern.kernels.cuda import (
     token_gradient,
     window_samples,
 )
-from lokakern.kernels.cuda.scaled_gemm_fast import FastTile
+from lokakern.kernels.cuda.fast_tiles import FastTile
 from lokakern.kernels.cuda.tiles import ROWS, Kind, Tile
 from lokakern.nvrtc import Program
 from lokakern.registry.digests import KERNELS_ROOT
@@ -172,11 +173,14 @@ FAST_SIZES = (
     (8192, 2048, 2048), (8192, 1680, 1680), (2432, 1024, 4608), (640, 2048, 1952),
     (8192, 512, 512), (256, 512, 115200), (1024, 64, 512),
     (8192, 192, 512), (8192, 288, 1024), (8192, 96, 4096),
+    (3183, 128, 7728), (956, 112, 8192), (24668, 64, 912), (7949, 48, 1312),
 )  # fmt: skip
 FAST_TILES = (
     *(FastTile(x, warpgroups=1) for x in (64, 112, 224)), *map(FastTile, (80, 144, 208, 256)),
     FastTile(128, in_turn=True), FastTile(144, pairs=2, in_turn=True),
     FastTile(160, warpgroups=3, chunks=1), FastTile(192, pairs=2, warpgroups=3, chunks=1),
+    FastTile(32, warpgroups=3, pairs=2), FastTile(192, warpgroups=1, parts=8),
+    FastTile(96, warpgroups=1, parts=4, pairs=2),
 )  # fmt: skip
 FAST_KINDS = {
     "fp8 silu": Kind("row", out_bytes=1, bias_bytes=2, activation="silu"),
@@ -190,19 +194,21 @@ def fast_gemms() -> Iterator[tuple[str, Program]]:
     for scales in ("tensor", "row"):
         for m, n, k in FAST_SIZES:
             kind = Kind(scales)
-            tile = module.tile_of(m, n, k, kind, module.askew(k), True, SMS)
+            tile = fast_tiles.tile_of(m, n, k, kind, fast_tiles.askew(k), True, SMS)
             yield f"scaled_gemm_{scales}_fast {m}x{n}x{k}", module.bind(n, k, tile, kind).program
     for words, kind in GEMM_KINDS.items():
         if kind.scales in ("tensor", "row") and kind.batch == 1:
             for k in (1024, 1680):
-                tile = module.tile_of(8192, 1024, k, kind, module.askew(k), True, SMS)
+                tile = fast_tiles.tile_of(8192, 1024, k, kind, fast_tiles.askew(k), True, SMS)
                 program = module.bind(1024, k, tile, kind).program
                 yield f"scaled_gemm_{kind.scales}_fast {k} {words}", program
     for tile in FAST_TILES:
         program = module.bind(1040, 1040, tile, Kind("row")).program
         yield f"scaled_gemm_row_fast {_named(tile)}", program
     for words, kind in FAST_KINDS.items():
-        for tile, _, _ in module.tiles_of(1, kind.out_bytes):
+        found = [tile for tile, _, _ in fast_tiles.tiles_of(1, kind.out_bytes)]
+        found += [x for x in fast_tiles.one_wave_tiles(kind.out_bytes) if x.parts > 1 == x.pairs]
+        for tile in found:
             if tile.block_n in (112, 144, 160, 208, 224):
                 program = module.bind(1040, 1040, tile, kind).program
                 yield f"scaled_gemm_row_fast {_named(tile)} {words}", program
@@ -211,7 +217,8 @@ def fast_gemms() -> Iterator[tuple[str, Program]]:
 def _named(tile: FastTile) -> str:
     rows = ROWS * tile.warpgroups
     turn, pairs = " in turn" if tile.in_turn else "", " pairs" if tile.pairs > 1 else ""
-    return f"{rows}x{tile.block_n}{turn}{pairs}"
+    parts = f" {tile.parts} parts" if tile.parts > 1 else ""
+    return f"{rows}x{tile.block_n}{turn}{pairs}{parts}"
 
 
 def half_gemms() -> Iterator[tuple[str, Program]]:

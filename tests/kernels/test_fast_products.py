@@ -12,7 +12,7 @@ import torch
 from lokakern import numerics
 from lokakern.formats import Format
 from lokakern.kernels.cuda import scaled_gemm, scaled_gemm_fast, scaled_gemm_unaligned, tiles
-from lokakern.kernels.cuda.scaled_gemm_fast import FastTile, askew, macros_for, tile_of
+from lokakern.kernels.cuda.fast_tiles import SHAPES, FastTile, askew, macros_for, tile_of
 from lokakern.kernels.cuda.tiles import Kind, Tile
 from lokakern.registry.register import FAST_KERNEL_ERR_BOUND, KERNELS, load_kernels
 from lokakern.types import PLAIN, Epilogue, Granularity, empty_data
@@ -170,8 +170,20 @@ def test_the_rule_tells_where_rows_start() -> None:
 
     assert tile(32768, 2048, 2048) == FastTile(128, in_turn=True)
     assert tile(8192, 1024, 3056, 2) == FastTile(256, pairs=2)
+    # Clusters share sums of few tiles, unless bits must not depend on the tile; in FP8 a part has
+    # 16 columns.
     assert tile(512, 512, 115200).parts > 1
-    assert tile_of(512, 512, 115200, row, 0, False, H200_SMS).parts == 1
+    assert tile(3183, 128, 7728, 2) == FastTile(128, warpgroups=1, pairs=2, parts=2)
+    assert tile(956, 112, 8192) == FastTile(64, warpgroups=1, parts=4)
+    assert tile(17, 112, 15696, 2) == FastTile(64, warpgroups=1, parts=8)
+    assert tile_of(17, 112, 15696, Kind("row", 1), 2, True, H200_SMS).parts == 4
+    for size in ((512, 512, 115200), (3183, 128, 7728), (956, 112, 8192)):
+        assert tile_of(*size, row, 0, False, H200_SMS).parts == 1
+    assert tile(2048, 128, 1024).parts == 1
+    assert tile(24668, 64, 912, 2) == FastTile(64, warpgroups=3, pairs=2)
+    assert tile(12701, 64, 1792) == FastTile(64, warpgroups=3)
+    assert tile(60000, 64, 1792) == Tile(64, resident=True)
+    assert tile(7949, 48, 1312, 1) == FastTile(48, warpgroups=1)
     # Whole waves of tiles that leave no columns idle.
     assert tile(8192, 288, 4096, 1) == FastTile(144)
     assert tile(8192, 160, 4096) == FastTile(160, warpgroups=1)
@@ -234,7 +246,7 @@ def test_a_launch_is_given_as_many_maps_as_it_was_bound_for(
     out, scale = torch.empty(512, 1040, dtype=dtype), torch.ones(512, 1)
     kind = scaled_gemm._kind_of("row", (a,), b.t(), out, None, PLAIN)
     given = [*TILES, *SPLIT_TILES]
-    for shape in scaled_gemm_fast.SHAPES:
+    for shape in SHAPES:
         for width in shape.widths:
             for pairs in (1, 2):
                 given.append(replace(shape.tile, block_n=width, pairs=pairs))
