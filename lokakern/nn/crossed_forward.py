@@ -69,6 +69,8 @@ from lokakern.nn.tail import (
 )
 from lokakern.nn.torch_owners import without_fast_path
 from lokakern.nn.traced_forward import (
+    CHILDREN,
+    MODE,
     PASSING_MASKS,
     is_setting,
     is_traceable,
@@ -176,6 +178,9 @@ class CrossedForward:
     _read_children: list[nn.Module | None]
     _passed: tuple[nn.Module, ...] = ()  # identities and dropout within tails
     _between: tuple[nn.Module, ...] = ()  # what now runs before a layer, and did behind it
+    # Modules with children that a forward looked into, or that are in `_between`, and these.
+    _nested: tuple[tuple[nn.Module, tuple[nn.Module | None, ...]], ...] = ()
+    _of_one_mode: tuple[nn.Module, ...] = ()  # where the forward depends on modes
     _missing: tuple[str, ...] = ()  # names of attributes that a forward asked for in vain
     _handed_on: tuple[str, ...] = ()  # arguments that may be None
     # By shapes of inputs, whether no plan holds.
@@ -243,11 +248,22 @@ class CrossedForward:
         self._missing = tuple(sorted(x for x in names or () if not hasattr(module, x)))
         self._own_forward = type(module).forward
         reads = {(id(x[0]), x[1]): x for graph in graphs for x in reads_of(graph)}
-        self._of_children = list(reads.values())
+        self._of_children = [x for x in reads.values() if x[1] not in (CHILDREN, MODE)]
         self._tied = _tied_names(graphs, module)
         self._passed = tuple(module.get_submodule(name) for name in passed)
         inner = (x for name in between for x in module.get_submodule(name).modules())
-        self._between = tuple(x for x in dict.fromkeys(inner) if not isinstance(x, nn.Linear))
+        self._between = tuple(dict.fromkeys(inner))
+        listed = {x for x in module._modules.values() if isinstance(x, _LISTS)}  # are compared
+        looked_into = [x for x, name, _ in reads.values() if name == CHILDREN and x not in listed]
+        self._nested = tuple(
+            (x, tuple(x._modules.values()))
+            for x in dict.fromkeys((*looked_into, *self._between)) if x._modules
+        )  # fmt: skip
+        self._of_one_mode = ()
+        if len(self._sources) > 1:
+            asked_modes = [x for x, name, _ in reads.values() if name == MODE]
+            children = [x for x in self._read_children if x is not None]
+            self._of_one_mode = tuple(dict.fromkeys((*children, *asked_modes)))
         self._compile()
         self.take_plans(crosses, tails)
 
@@ -282,7 +298,8 @@ class CrossedForward:
             self._functions.append(_function(source, tuple(sorted(self._names.items()))))
         self._only_function = self._functions[0]
         others = (
-            self._values, self._of_class, self._missing, self._of_children, self._tied
+            self._values, self._of_class, self._missing, self._of_children, self._tied,
+            self._nested,
         )  # fmt: skip
         is_more = any(others) or any(isinstance(child, _LISTS) for child in self._children)
         self._only_children = None if is_more else tuple(self._children)
@@ -397,12 +414,8 @@ class CrossedForward:
     @property
     def is_as_traced(self) -> bool:
         """Whether children and settings of the module are as they were when it was traced."""
-        now, known = children_of(self.module, self._read), self._read_children
-        if len(now) != len(known):
+        if not _are_same(children_of(self.module, self._read), self._read_children):
             return False
-        for one, other in zip(now, known, strict=True):
-            if one is not other:
-                return False
         own = vars(self.module)  # torch adds attributes in compiling
         for name, value in self._values.items():
             if name not in own or (own[name] is not value and not _is_same(own[name], value)):
@@ -419,6 +432,9 @@ class CrossedForward:
                     return False
         for name in self._missing:
             if hasattr(self.module, name):
+                return False
+        for owner, inner in self._nested:
+            if not _are_same(list(owner._modules.values()), inner):
                 return False
         for child, name, value in self._of_children:
             if not _is_same(getattr(child, name, None), value):
@@ -451,11 +467,9 @@ class CrossedForward:
         for passed in self._passed:
             if passed.training and type(passed) is nn.Dropout:
                 return False
-        if len(self._functions) > 1:
-            mode = self.module.training
-            for child in self._read_children:
-                if child is not None and child.training is not mode:
-                    return False
+        for child in self._of_one_mode:  # noqa: SIM110  # `all` takes twice as long
+            if child.training is not self.module.training:
+                return False
         return True
 
     def replicate(self) -> nn.Module:
@@ -598,6 +612,16 @@ def _has_none(values: Iterable[Any]) -> bool:
         if isinstance(x, dict) and _has_none(x.values()):
             return True
     return False
+
+
+def _are_same(now: list[nn.Module | None], known: Sequence[nn.Module | None]) -> bool:
+    """`are_same`, as all compilers trace it."""
+    if len(now) != len(known):
+        return False
+    for one, other in zip(now, known, strict=True):  # noqa: SIM110
+        if one is not other:
+            return False
+    return True
 
 
 def _is_same(one: Any, other: Any) -> bool:

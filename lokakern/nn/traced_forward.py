@@ -14,7 +14,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -31,13 +31,15 @@ _OF_MODULES = frozenset(dir(nn.Module()))
 _HARMLESS = ("training", "forward", "__class__")  # others may show all children or attributes
 _ALL = "*"
 _SETTINGS = (bool, int, float, str, type(None))
-# Settings of children that the forward of a graph read: the child, the name and the value.
+CHILDREN, MODE = "_modules", "training"  # in the place of names: what is no attribute to compare
+# What the forward of a graph read of other modules: the module, the name and the value.
 _READS: WeakKeyDictionary[fx.Graph, list[tuple[nn.Module, str, Any]]] = WeakKeyDictionary()
 # Names of attributes and children of the module itself that it read, unless it may read all.
 _OWN_READS: WeakKeyDictionary[fx.Graph, set[str]] = WeakKeyDictionary()
 _CONSTANT = "_tensor_constant"  # attributes that fx makes of tensors in a forward
 _SDP = ("flash", "mem_efficient", "math", "cudnn")
 _OF_TORCH = os.path.dirname(torch.__file__) + os.sep
+_OF_NN = os.path.join(_OF_TORCH, "nn") + os.sep
 
 
 # Functions of a list of tensors, which ask for its type; a list input of a forward is a proxy.
@@ -289,7 +291,10 @@ def is_setting(value: Any) -> bool:
 
 
 def reads_of(graph: fx.Graph) -> list[tuple[nn.Module, str, Any]]:
-    """Settings of children that a traced forward read, which its graph has as constants."""
+    """What a traced forward read of children, and of theirs, which its graph has as constants.
+
+    `CHILDREN` stands for all children of such a module, `MODE` for its mode.
+    """
     return _READS.get(graph, [])
 
 
@@ -311,17 +316,24 @@ def looks_up(kind: type[nn.Module]) -> bool:
 def _settings_read(
     parent: nn.Module, found: list[tuple[nn.Module, str, Any]], own: set[str]
 ) -> Iterator[None]:
-    """Note the settings of other modules that a forward reads in the block, and its own names."""
+    """Note what a forward reads of other modules in the block, and its own names."""
 
     def read(self: nn.Module, name: str) -> Any:
         if self is parent and name not in _OF_MODULES:
             own.add(name)  # also of what it lacks
         elif self is parent and name not in _HARMLESS and _is_read_by_user():
             own.add(_ALL)
-        value = object.__getattribute__(self, name)
-        is_public = name[:1] != "_" and name != "training"
-        if self is not parent and is_public and is_setting(value) and _is_read_by_user():
-            found.append((self, name, value))
+        try:
+            value = object.__getattribute__(self, name)
+        except AttributeError:
+            if self is not parent and _is_read_by_user():
+                found.append((self, CHILDREN, ()))  # one of them, or a parameter
+            raise
+        if self is not parent:
+            is_own = name not in _OF_MODULES and name in object.__getattribute__(self, "__dict__")
+            is_known = is_own or name in (CHILDREN, MODE) or is_setting(value)
+            if is_known and _is_read_by_user():
+                found.append((self, name, value))
         return value
 
     # Modules have none of their own, as their __getattr__ gets only what is no attribute.
@@ -333,8 +345,14 @@ def _settings_read(
 
 
 def _is_read_by_user() -> bool:
-    """Whether the code that reads an attribute is not torch's; of the hook on reads."""
-    file = sys._getframe(2).f_code.co_filename
+    """Whether the code that reads an attribute is not torch's; of the hook on reads.
+
+    Methods of modules read for the code that calls them.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith(_OF_NN):
+        frame = frame.f_back
+    file = frame.f_code.co_filename if frame is not None else __file__
     return not file.startswith(_OF_TORCH) and file != __file__
 
 

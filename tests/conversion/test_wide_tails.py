@@ -41,6 +41,9 @@ class Net(Given):
         self.fc, self.norm, self.relu = nn.Linear(512, 512), nn.LayerNorm(512), nn.ReLU()
         self.wide, self.narrow = nn.Linear(512, 1024), nn.Linear(1024, 512)
         self.sigmoid, self.shift = nn.Sigmoid(), nn.Parameter(torch.ones(512))
+        self.inner = nn.Sequential(nn.Sequential(nn.ReLU(), nn.GELU()), nn.Dropout(0.5))
+        self.lists = nn.ModuleList([nn.ModuleList([nn.Tanh()])])
+        self.other = nn.Sequential(nn.Linear(512, 512), nn.Identity())
 
 
 def behind(net: Any, x: Tensor) -> Tensor:
@@ -224,6 +227,107 @@ def test_a_module_between_may_write_since(what: str, m: int, book: Book) -> None
     for _ in range(2):
         assert torch.equal(model(x), expected)
     assert torch.equal(compiled(x), expected)
+
+
+class Tripled(nn.Module):
+    """Writes to its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(3).clone()
+
+
+def moved_past_sequence(net: Any, x: Tensor) -> Tensor:
+    h = x * 1
+    y, g = net.fc(h), net.inner(h)
+    return net.norm(y + g)  # type: ignore[no-any-return]
+
+
+def moved_past_layer(net: Any, x: Tensor) -> Tensor:
+    h = x * 1
+    y, g = net.fc(h), net.other(h)
+    return net.norm(y + g)  # type: ignore[no-any-return]
+
+
+def by_a_kind(net: Any, x: Tensor) -> Tensor:
+    y = net.norm(net.fc(x) + x)
+    return torch.tanh(y) if isinstance(net.inner[0][1], nn.GELU) else torch.sin(y)
+
+
+def by_a_setting(net: Any, x: Tensor) -> Tensor:
+    y = net.norm(net.fc(x) + x)
+    return torch.tanh(y) if net.inner[0][1].approximate == "none" else torch.sin(y)
+
+
+def by_a_forward(net: Any, x: Tensor) -> Tensor:
+    return net.inner.forward(net.norm(net.fc(x) + x))  # type: ignore[no-any-return]
+
+
+def by_a_rate(net: Any, x: Tensor) -> Tensor:
+    y = net.norm(net.fc(x) + x)
+    return torch.tanh(y) if net.inner.get_submodule("1").p > 0.25 else torch.sin(y)
+
+
+def by_a_function(net: Any, x: Tensor) -> Tensor:
+    return net.inner.apply_last(net.norm(net.fc(x) + x))  # type: ignore[no-any-return]
+
+
+def by_a_mode(net: Any, x: Tensor) -> Tensor:
+    y = net.norm(net.fc(x) + x)
+    return torch.tanh(y) if net.inner[1].training else torch.sin(y)
+
+
+def in_a_loop(net: Any, x: Tensor) -> Tensor:
+    y = net.norm(net.fc(x) + x)
+    for some in net.lists:
+        for module in some:
+            y = module(y)
+    return y  # type: ignore[no-any-return]
+
+
+def written_by(module: nn.Module) -> Any:
+    return module.register_forward_hook(lambda _, given, y: y.copy_(given[0].mul_(3)))
+
+
+@pytest.mark.parametrize(
+    ("run", "change"),
+    [
+        (moved_past_sequence, lambda net: net.inner[0].__setitem__(0, nn.ReLU(inplace=True))),
+        (moved_past_sequence, lambda net: net.inner[0].insert(0, Tripled())),
+        (moved_past_sequence, lambda net: net.inner.__setitem__(0, nn.ReLU(inplace=True))),
+        (moved_past_sequence, lambda net: setattr(net.inner[0][0], "inplace", True)),
+        (moved_past_sequence, lambda net: written_by(net.inner[0][0])),
+        (moved_past_layer, lambda net: net.other.__setitem__(1, Tripled())),
+        (moved_past_layer, lambda net: written_by(net.other[0])),
+        (by_a_kind, lambda net: net.inner[0].__setitem__(1, nn.Identity())),
+        (by_a_setting, lambda net: net.inner[0].__setitem__(1, nn.GELU("tanh"))),
+        (by_a_setting, lambda net: setattr(net.inner[0][1], "approximate", "tanh")),
+        (by_a_forward, lambda net: net.inner.append(nn.Tanh())),
+        (by_a_rate, lambda net: net.inner.__setitem__(1, nn.Dropout(0.1).eval())),
+        (by_a_rate, lambda net: setattr(net.inner[1], "p", 0.1)),
+        (by_a_function, lambda net: setattr(net.inner, "apply_last", torch.sin)),
+        (by_a_mode, lambda net: net.inner[1].train()),
+        (in_a_loop, lambda net: net.lists[0].append(nn.Softsign())),
+    ],
+)
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_children_of_children_may_change(
+    run: Run, change: Callable[[Any], object], is_compiled: bool, book: Book
+) -> None:
+    measure(book, "bias+residual+layer+affine")
+    model, x = made(run), rows()
+    model.inner.apply_last = torch.tanh  # type: ignore[assignment]
+    plain = copy.deepcopy(model)
+    convert(model, 0.06)
+    assert is_chained(model)
+    call: Any = model
+    if is_compiled:  # torch.compile looks for hooks that come later only where it is asked to
+        with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
+            call = torch.compile(model, backend="aot_eager", dynamic=False)
+            call(x)
+    with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
+        for net in (model, plain):
+            change(net)
+        assert torch.equal(call(x), plain(x)) and torch.equal(call(x), plain(x))
 
 
 def test_other_calls_are_no_residuals(book: Book) -> None:
