@@ -6,7 +6,8 @@
 
 Each linear product of a graph (`lokakern.nn.graph_products`) gets the routes that measurements
 choose. Layers without gradients, with the norms and activations behind them, are chains where these
-are faster (`lokakern.nn.graph_chains`). Weights are quantized in each call, so that they may change
+are faster (`lokakern.nn.graph_chains`), and where nothing quantizes their products apply the relu
+behind them (`lokakern.nn.rectified`). Weights are quantized in each call, so that they may change
 between calls, and times include that. A graph without a chosen kernel reaches Inductor as Dynamo
 made it. torch finds the backend through the entry point group ``torch_dynamo_backends``.
 """
@@ -14,7 +15,7 @@ made it. torch finds the backend through the entry point group ``torch_dynamo_ba
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -26,14 +27,15 @@ from lokakern import sampled_check
 from lokakern.conversion.chain_rivals import ChainJudge
 from lokakern.conversion.chain_spans import chain_judge, why_no_chains
 from lokakern.conversion.chain_spans import words_of as words_of_sites
-from lokakern.conversion.compiled_chains import calls_of, planned_in
+from lokakern.conversion.compiled_chains import calls_of, planned_in, rectified_in
 from lokakern.conversion.routes import GEMMS, Judge, Route, routes_of
 from lokakern.errors import FormatError, UnknownNameError
 from lokakern.nn.chain_call import has_no_launch
 from lokakern.nn.compiled_form import fuse_quantizers
-from lokakern.nn.graph_chains import layers_in, replace_chain
+from lokakern.nn.graph_chains import Layers, layers_in, replace_chain, replace_relu
 from lokakern.nn.graph_products import Product, linear_products
 from lokakern.nn.linear import words_of
+from lokakern.nn.rectified import KERNEL as RELU_KERNEL
 from lokakern.nn.routed_matmul import PLAIN, in_dtype, kernel_at
 from lokakern.selection import dispatcher
 from lokakern.selection.arguments import budget_of
@@ -43,6 +45,7 @@ from lokakern.types import COMPILED, Device, ErrorBudget, Format
 logger = logging.getLogger("lokakern")
 _EXPECTED = 'expected options={"budget": 0.06}, the largest row error of a product, or None'
 IN_CHAIN = "a chain runs it"
+WITH_RELU = f"{RELU_KERNEL} applies the relu behind it"
 _EXPLAINED: dict[tuple[Any, ...], str] = {}  # by name and sizes
 
 
@@ -161,12 +164,16 @@ def replace_products(gm: fx.GraphModule, asked: Options) -> bool:
             whys[product] = "skip names it"
         if not whys[product]:
             found[product] = _routes_of(product, judge, _device_for(product, asked), known)
-    chained = _replace_chains(gm, found, asked, is_checked=marker.is_on)
-    is_changed = bool(chained)
+    layers = layers_in(gm, found)
+    chained = _replace_chains(layers, found, asked, is_checked=marker.is_on)
+    rectified = _replace_relus(layers, found, asked, chained)
+    is_changed = bool(chained or rectified)
     for product, why in whys.items():
         routes, texts = found.get(product, ()), list[str]()
         if product in chained:
             why = IN_CHAIN
+        if product in rectified:
+            why = WITH_RELU
         if not why:
             texts = [_text_at(route.text, product.m) for route in routes]
             why = "" if any(texts) else "no product is quantized"
@@ -180,11 +187,9 @@ def replace_products(gm: fx.GraphModule, asked: Options) -> bool:
 
 
 def _replace_chains(
-    gm: fx.GraphModule, found: Mapping[Product, tuple[Route, ...]], asked: Options, *,
-    is_checked: bool,
-) -> set[Product]:  # fmt: skip
+    layers: Layers, found: Mapping[Product, tuple[Route, ...]], asked: Options, *, is_checked: bool
+) -> set[Product]:
     """Run chains of layers without gradients, where they are faster; their products."""
-    layers = layers_in(gm, found)
     if not layers.products:
         return set()
     why = why_no_chains(
@@ -214,6 +219,20 @@ def _replace_chains(
             logger.info("%s: %s", words, IN_CHAIN)
         _keep(span.explain(()) + "".join(idle), span.sites, rows)
     return chained
+
+
+def _replace_relus(
+    layers: Layers, found: Mapping[Product, tuple[Route, ...]], asked: Options,
+    chained: Collection[Product],
+) -> set[Product]:  # fmt: skip
+    """Let products without gradients apply the relu behind them, by the rule of `convert`."""
+    rectified = {
+        product: relu for product, relu in rectified_in(layers, found).items()
+        if product not in chained and dispatcher.is_timed(RELU_KERNEL, _device_for(product, asked))
+    }  # fmt: skip
+    for product, relu in rectified.items():
+        replace_relu(layers, product, relu)
+    return set(rectified)
 
 
 def _judge_of(product: Product, asked: Options) -> ChainJudge:
@@ -256,7 +275,7 @@ def _tell(product: Product, routes: Sequence[Route], texts: Sequence[str], why: 
     rows = "any m" if product.m is None else f"m={product.m}"
     title = f"{product.name} ({rows}, n={product.n}, k={product.k})"
     chosen = (f"{gemm}={words_of(text)}" for gemm, text in zip(GEMMS, texts, strict=False))
-    why = why if why in ("", IN_CHAIN) else f"unchanged: {why}"
+    why = why if why in ("", IN_CHAIN, WITH_RELU) else f"unchanged: {why}"
     logger.info("%s: %s", title, why or ", ".join(chosen))
     lines = [f"{title}: {why}"] if why else []
     lines += [f"{title}: {route.explain()}" for route in routes]

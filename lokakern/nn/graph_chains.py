@@ -1,8 +1,9 @@
 """Chains in the graphs of Dynamo, for the backend of torch.compile.
 
 In such a graph layers, norms and activations are functions of parameters. `layers_in` makes a
-graph that calls modules instead, so that chains are found in it as in the forward of a module
-(`lokakern.nn.tail`, `lokakern.nn.cross_pattern`), and `replace_chain` puts one into Dynamo's graph.
+graph that calls modules instead, so that chains and relus are found in it as in the forward of a
+module (`lokakern.nn.tail`, `lokakern.nn.cross_pattern`), and `replace_chain` puts one into Dynamo's
+graph, `replace_relu` a product with its relu.
 Weights are operands in the dtype of the model: each call quantizes them.
 """
 
@@ -24,6 +25,7 @@ from lokakern.nn.chain_plan import read_plan
 from lokakern.nn.cross_pattern import PRODUCTS, SUMS, crosses_in
 from lokakern.nn.graph_products import Product, value
 from lokakern.nn.linear import Linear
+from lokakern.nn.rectified import rectified_product
 from lokakern.nn.routed_chain import WIDTH, run_chain, unquantized_chain
 from lokakern.nn.tail import _FUNCTIONS, _SIGMOIDS, wanted_tails
 from lokakern.nn.traced_forward import writes
@@ -290,5 +292,27 @@ def _chained_layers(x: Tensor, operands: Sequence[Tensor | None], plan: str) -> 
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
+def replace_relu(layers: Layers, product: Product, relu: fx.Node) -> None:
+    """Let a product apply the relu behind it in Dynamo's graph, at the place of the relu."""
+    end, (x, weight, bias) = layers.origins[relu], product.operands
+    if product.kind == "rows":
+        with end.graph.inserting_before(end):
+            weight = end.graph.call_method("t", (weight,))
+    end.op, end.target = "call_function", torch.ops.lokakern.rectified_layer.default
+    end.args, end.kwargs = (x, weight, bias), {}
+
+
+def _rectified_layer(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """See `rectified_product`, of an x of any dimensions; AOTAutograd traces what this calls."""
+    if is_traced():
+        return functional.relu(functional.linear(x, weight, bias))
+    if x.dim() == 2:
+        return rectified_product(x, weight, bias)
+    y = rectified_product(x.reshape(-1, x.shape[-1]), weight, bias)
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+_LIBRARY.define("rectified_layer(Tensor x, Tensor weight, Tensor bias) -> Tensor")
+_LIBRARY.impl("rectified_layer", _rectified_layer, "CompositeImplicitAutograd")
 _LIBRARY.define("chained_layers(Tensor x, Tensor?[] operands, str plan) -> Tensor")
 _LIBRARY.impl("chained_layers", _chained_layers, "CompositeImplicitAutograd")

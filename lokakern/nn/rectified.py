@@ -153,8 +153,8 @@ def multiply_rectified(
         return None
     if x.dim() > 2 and not x.is_contiguous():
         return None  # nn.Linear adds the bias separately, and rounds twice
-    missing = -layer.in_features % COLUMNS
-    if missing and not is_compiling():
+    is_narrow = layer.in_features % COLUMNS > 0
+    if is_narrow and not is_compiling():
         return None
     given = layer._plan, route, m, x.dtype, weight.dtype, x.device.type
     found = traced_way(layer.out_features, *given) if is_compiling() else rectifying_way(*given)
@@ -163,10 +163,10 @@ def multiply_rectified(
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     if is_compiling():
         rows = rows.half() if FLOAT16 in found else rows.bfloat16()
-    if missing:
+    if is_narrow:
         if any(found.split("\0")[1:]):
             return None  # kernels of gradients are for the columns that there are
-        rows = pad(rows, (0, missing))
+        rows = _padded(rows)
     if is_grad_enabled() and _wants_gradients(x, weight, bias):
         if not is_compiling() or has_backward_hooks(layer):
             return None
@@ -174,10 +174,16 @@ def multiply_rectified(
             return None
         y: Tensor = RectifiedLinear.apply(rows, weight, bias, *found.split("\0"))  # type: ignore[no-untyped-call]
     elif is_compiling():
-        y = _addmm_activation(bias.to(rows.dtype), rows, _rounded(weight, rows).t())
+        y = rectified_product(rows, weight, bias)
     else:
         y = _addmm_activation(bias, rows, weight.t())
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
+
+
+def rectified_product(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """``relu(rows @ weight.t() + bias)`` in one launch, in the dtype of the rows; for compilers."""
+    rows = _padded(rows)
+    return _addmm_activation(bias.to(rows.dtype), rows, _rounded(weight, rows).t())
 
 
 def rectifying_way(
@@ -236,6 +242,12 @@ def are_calls_plain() -> bool:
         (nn.ReLU.__call__, of.module), (nn.Module._call_impl, of.module),
     )  # fmt: skip
     return all(getattr(method, "__globals__", None) is vars(file) for method, file in methods)
+
+
+def _padded(rows: Tensor) -> Tensor:
+    """Rows with zeros up to a multiple of `COLUMNS`."""
+    missing = -rows.shape[1] % COLUMNS
+    return pad(rows, (0, missing)) if missing else rows
 
 
 def _rounded(weight: Tensor, rows: Tensor) -> Tensor:

@@ -7,14 +7,18 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch._dynamo import lookup_backend
 
 import lokakern
 from lokakern.conversion import tuning_file
+from lokakern.conversion.compile_backend import Options, compile_graph, explain, replace_products
 from lokakern.conversion.convert import Conversion
 from lokakern.conversion.tune import Tuning, tune
 from lokakern.conversion.variants import OTHER_FORM
@@ -272,3 +276,156 @@ def test_tuning_decides_about_forms_of_layers(known: Book) -> None:
     ]
     assert found.after is None and not handle.forms
     found.table()
+
+
+# ---- the backend of torch.compile ----
+
+OPTIONS: dict[str, Any] = {"budget": 0.06, "device": H200, "distribution": "X1"}
+
+
+class Compiled:
+    """A model compiled by the backend with AOTAutograd alone, and how many products have relus."""
+
+    def __init__(self, model: Callable[..., Any], dynamic: bool = False, **options: Any) -> None:
+        torch._dynamo.reset()
+        self.relus = 0
+        self.call = torch.compile(
+            model, backend=self._compile, options=OPTIONS | options, dynamic=dynamic, fullgraph=True
+        )
+
+    def _compile(self, gm: fx.GraphModule, inputs: Any, *, options: dict[str, Any]) -> Any:
+        if replace_products(gm, Options.read(options, None)[0]):
+            gm.recompile()
+        op = torch.ops.lokakern.rectified_layer.default
+        self.relus = len(gm.graph.find_nodes(op="call_function", target=op))
+        return lookup_backend("aot_eager")(gm, inputs)
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        with torch.no_grad():
+            found: Tensor = self.call(*inputs)
+        return found
+
+
+def inputs(*sizes: int) -> Tensor:
+    return torch.randn(*sizes, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+
+@pytest.mark.parametrize(("m", "relus"), [(16, 3), (512, 1)])
+def test_the_backend_has_the_relus_of_the_converted_model(m: int, relus: int, known: Book) -> None:
+    model, x = model_of(), inputs(m, 32)
+    converted = copy.deepcopy(model)
+    convert(converted, 0.06, inference=True)
+    call = Compiled(model)
+    y = call(x)
+    with torch.no_grad():
+        expected = torch.compile(converted, backend="aot_eager", dynamic=False)(x)
+    assert call.relus == relus
+    assert torch.equal(y, expected) or m == 512  # whose weights it quantizes in each call
+    assert f"4 (m={m}, n=40, k={N}): {KERNEL} applies the relu behind it" in explain()
+
+
+def by_a_function(layer: Any, x: Tensor) -> Tensor:
+    return F.relu(layer(x), inplace=True)
+
+
+def by_another(layer: Any, x: Tensor) -> Tensor:
+    return torch.relu(layer(x))
+
+
+def by_a_method(layer: Any, x: Tensor) -> Tensor:
+    return layer(x).relu_()  # type: ignore[no-any-return]
+
+
+def by_addmm(layer: Any, x: Tensor) -> Tensor:
+    return torch.addmm(layer.bias, x.flatten(0, -2), layer.weight.t()).relu()
+
+
+def read_twice(layer: Any, x: Tensor) -> Tensor:
+    y = layer(x)
+    return y.relu() + y  # type: ignore[no-any-return]
+
+
+def of_columns(layer: Any, x: Tensor) -> Tensor:
+    return F.relu(layer(x)[..., :4])
+
+
+def written(layer: Any, x: Tensor) -> Tensor:
+    x = x * 1
+    y = layer(x)
+    x.zero_()
+    return y.relu() + x.sum()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("sizes", [(16, 32), (2, 8, 32)])
+@pytest.mark.parametrize(
+    ("run", "relus"),
+    [
+        (by_a_function, 1), (by_another, 1), (by_a_method, 1), (by_addmm, 1), (read_twice, 0),
+        (of_columns, 0), (written, 0),
+    ],
+)  # fmt: skip
+def test_ways_to_write_a_relu(
+    run: Callable[[Any, Tensor], Tensor], relus: int, sizes: tuple[int, ...], known: Book
+) -> None:
+    layer, x = nn.Linear(32, 40).bfloat16(), inputs(*sizes)
+    call = Compiled(functools.partial(run, layer))
+    assert torch.equal(call(x), run(layer, x.clone())) and call.relus == relus
+
+
+def test_what_convert_leaves_is_left(known: Book) -> None:
+    def relus(model: nn.Module, x: Tensor, **options: Any) -> int:
+        call = Compiled(model, **options)
+        with torch.no_grad():
+            assert torch.equal(call(x), model(x))
+        return call.relus
+
+    layer = nn.Sequential(nn.Linear(32, 40), nn.ReLU()).bfloat16()
+    assert relus(layer, inputs(16, 32)) == 1
+    assert relus(layer, inputs(16, 32), budget=None) == 1  # as it quantizes nothing
+    assert relus(layer, inputs(16, 32), skip="0") == 0
+    assert relus(layer, inputs(8, 32, 2).transpose(1, 2)) == 0  # rows with gaps
+    narrow = nn.Sequential(nn.Linear(10, 40), nn.ReLU()).bfloat16()
+    assert relus(narrow, inputs(16, 10)) == 1  # padded
+    for sizes in ((32, 20), (36, 40), (20, 40)):
+        few = nn.Sequential(nn.Linear(*sizes), nn.ReLU()).bfloat16()
+        assert relus(few, inputs(16, sizes[0])) == 0
+    assert (
+        relus(nn.Sequential(nn.Linear(32, 40, bias=False), nn.ReLU()).bfloat16(), inputs(16, 32))
+        == 0
+    )
+    assert relus(layer.float(), inputs(16, 32).float()) == 0
+    layer.bfloat16()
+    call = Compiled(layer)
+    assert call.call(inputs(16, 32)).requires_grad and call.relus == 0  # training
+
+
+@pytest.mark.parametrize(("place", "relus"), [(0, 1), (2, 0)])
+def test_of_any_m_a_relu_has_to_gain_at_all(place: int, relus: int, known: Book) -> None:
+    """Layer 2 is quantized from 256 rows on."""
+    layer: Any = model_of()[place]
+    model = nn.Sequential(layer, nn.ReLU())
+    call = Compiled(model, dynamic=True)
+    for m in (16, 128):
+        x = inputs(m, layer.in_features)
+        with torch.no_grad():
+            assert torch.equal(call(x), model(x))
+    assert call.relus == relus
+
+
+def test_a_device_without_a_time_of_the_kernel_has_none(tmp_path: Path) -> None:
+    Book(tmp_path / "rows.sqlite").write(*measured()).use()
+    call = Compiled(model_of())
+    call(inputs(16, 32))
+    assert call.relus == 0
+    dispatcher.use_snapshot(None)
+
+
+@pytest.mark.rest
+def test_inductor_calls_the_product_with_its_relu(known: Book) -> None:
+    layer, x = nn.Sequential(nn.Linear(32, 40), nn.ReLU()).bfloat16(), inputs(16, 32)
+    torch._dynamo.reset()
+    call = torch.compile(layer, backend=compile_graph, options=OPTIONS, fullgraph=True)
+    with torch.no_grad(), torch.profiler.profile() as profile:
+        y = call(x)
+        assert torch.equal(y, layer(x))
+    assert any(event.name == "aten::_addmm_activation" for event in profile.events())
