@@ -33,6 +33,7 @@ from lokakern.errors import FormatError, UnknownNameError
 from lokakern.nn.chain_call import has_no_launch
 from lokakern.nn.compiled_form import fuse_quantizers
 from lokakern.nn.graph_chains import Layers, layers_in, replace_chain, replace_relu
+from lokakern.nn.graph_encoders import keep_changed, take_apart
 from lokakern.nn.graph_products import Product, linear_products
 from lokakern.nn.linear import words_of
 from lokakern.nn.rectified import KERNEL as RELU_KERNEL
@@ -158,6 +159,7 @@ def replace_products(gm: fx.GraphModule, asked: Options) -> bool:
     known: dict[tuple[Any, ...], tuple[Route, ...]] = {}
     found: dict[Product, tuple[Route, ...]] = {}
     whys: dict[Product, str] = {}
+    encoders = take_apart(gm)
     for product in linear_products(gm):
         whys[product] = product.why_not
         if not whys[product] and any(fnmatchcase(product.name, x) for x in asked.skip):
@@ -183,6 +185,7 @@ def replace_products(gm: fx.GraphModule, asked: Options) -> bool:
             product.replace([marker.mark(text, asked.budget, site) for text, site in marked])
             is_changed = True
         _tell(product, routes, texts, why)
+    keep_changed(encoders)
     return is_changed
 
 

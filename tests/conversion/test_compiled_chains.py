@@ -75,8 +75,11 @@ class Compiled:
         self.call = torch.compile(model, backend=self._compile, options={**OPTIONS, **options})
 
     def _compile(self, gm: fx.GraphModule, inputs: Any, *, options: dict[str, Any]) -> Any:
-        if replace_products(gm, Options.read(options, None)[0]):
-            gm.recompile()
+        before = str(gm.graph)
+        is_changed = replace_products(gm, Options.read(options, None)[0])
+        assert is_changed is (str(gm.graph) != before)
+        gm.graph.lint()
+        gm.recompile()
         self.graphs.append(copy.deepcopy(gm.graph))
         return lookup_backend("aot_eager")(gm, inputs)
 

@@ -9,14 +9,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._dynamo import lookup_backend
 
 from lokakern import numerics
 from lokakern.chain.candidates import Layer
+from lokakern.conversion.compile_backend import compile_graph, explain
 from lokakern.errors import UnsupportedError
 from lokakern.nn.crossed_forward import crossed_of
+from lokakern.nn.graph_encoders import take_apart
 from lokakern.nn.torch_owners import set_fast_paths
 from lokakern.nn.traced_forward import traced
+from tests.conversion.test_compiled_chains import OPTIONS, Compiled, of_weights
 from tests.support.chain_rows import layer_rows
 from tests.support.chained_models import chains_of, convert
 from tests.support.measurements import BF16, Book, gemm, time
@@ -283,3 +287,76 @@ def test_tuning_turns_the_chain_off() -> None:
     assert torch.equal(model(x), plain(x)) and not is_chained(model, x)
     handle.use_routes({}, off_chains=[], keep_classes=True)
     assert is_chained(model, x)
+
+
+# ---- the backend of torch.compile ----
+
+FAST = torch._transformer_encoder_layer_fwd
+
+
+def functions_of(call: Compiled) -> list[Any]:
+    """What the graphs of a model call."""
+    return [node.target for graph in call.graphs for node in graph.nodes]
+
+
+def apart(gm: fx.GraphModule, inputs: Any) -> Any:
+    """The parts of encoder layers alone."""
+    for fast, _ in take_apart(gm):
+        gm.graph.erase_node(fast)
+    gm.recompile()
+    return lookup_backend("aot_eager")(gm, inputs)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+@pytest.mark.parametrize("kind", ["causal", "switches", "padding", "both", "none"])
+def test_the_parts_of_a_fast_path_compute_what_it_does(
+    kind: str, activation: str, norm_first: bool, dynamic: bool
+) -> None:
+    model = layer_of(norm_first=norm_first, activation=activation)
+    masks, x = masks_of(kind, 25), tokens(25)
+    call = torch.compile(model, backend=apart, fullgraph=True, dynamic=dynamic)
+    with torch.no_grad():
+        y = call(x, **masks)
+        assert torch.equal(y, model(x, **masks))
+        assert kind != "none" or torch.equal(y, without_fast_path(model)(x))
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_the_backend_chains_the_feed_forward_block(
+    activation: str, norm_first: bool, book: Book
+) -> None:
+    norm = "" if norm_first else "+layer+affine"
+    first, second = Layer(1024, 512, "bias+gelu"), Layer(512, 1024, f"bias+residual{norm}")
+    book.write(*of_weights(first, second))
+    model = nn.Sequential(
+        layer_of(norm_first=norm_first, activation=activation), nn.Identity(),
+        layer_of(norm_first=norm_first, activation=activation),
+    )  # fmt: skip
+    x, exact = tokens(), copy.deepcopy(model).double()(tokens().double())
+    call = Compiled(model)
+    assert error(call(x), exact) < 0.06
+    assert call.epilogues == 2 * [[f"bias+{activation}", second.epilogue]]
+    assert FAST not in functions_of(call)
+    assert "0.linear1 to 0.linear2: chain of 2 layers (1024" in explain()
+
+
+def test_an_encoder_layer_without_a_chain_stays_one_call(book: Book) -> None:
+    model, x = layer_of(), tokens()
+    for options in ({}, {"chains": False}, {"budget": None}):  # weights have no times here
+        torch._dynamo.reset()
+        call = Compiled(model, **options)
+        assert torch.equal(call(x), model(x))
+        assert FAST in functions_of(call) and F.layer_norm not in functions_of(call)
+
+
+@pytest.mark.rest
+def test_inductor_compiles_the_parts(book: Book) -> None:
+    model, x = layer_of(), tokens()
+    book.write(*of_weights(Layer(1024, 512, ""), Layer(512, 1024, "")))
+    call = torch.compile(model, backend=compile_graph, options=OPTIONS, fullgraph=True)
+    assert is_chained(call, x)
+    with torch.no_grad():
+        assert error(call(x), copy.deepcopy(model).double()(x.double())) < 0.06
