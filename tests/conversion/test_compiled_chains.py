@@ -70,9 +70,13 @@ def of_weights(*layers: Layer, us: float = 3.0) -> list[Any]:
 class Compiled:
     """A model compiled by the backend with AOTAutograd alone, and the graphs that it gave."""
 
-    def __init__(self, model: Callable[..., Any], **options: Any) -> None:
+    def __init__(
+        self, model: Callable[..., Any], dynamic: bool | None = None, **options: Any
+    ) -> None:
         self.graphs: list[fx.Graph] = []
-        self.call = torch.compile(model, backend=self._compile, options={**OPTIONS, **options})
+        self.call = torch.compile(
+            model, backend=self._compile, options=OPTIONS | options, dynamic=dynamic
+        )
 
     def _compile(self, gm: fx.GraphModule, inputs: Any, *, options: dict[str, Any]) -> Any:
         before = str(gm.graph)
@@ -87,14 +91,17 @@ class Compiled:
         found: Tensor = self.call(*inputs)
         return found
 
+    def calls_of(self, function: Callable[..., Any]) -> list[fx.Node]:
+        """The calls of a function in the graphs."""
+        return [
+            node for graph in self.graphs
+            for node in graph.find_nodes(op="call_function", target=function)
+        ]  # fmt: skip
+
     @property
     def epilogues(self) -> list[list[str]]:
         """Those of the layers of each chain."""
-        op = torch.ops.lokakern.chained_layers.default
-        plans = (
-            str(node.args[2]) for graph in self.graphs
-            for node in graph.find_nodes(op="call_function", target=op)
-        )  # fmt: skip
+        plans = [str(x.args[2]) for x in self.calls_of(torch.ops.lokakern.chained_layers.default)]
         return [[x.split("|")[2] for x in plan.split(";")[0].split(",")] for plan in plans]
 
 

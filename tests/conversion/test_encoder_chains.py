@@ -294,11 +294,6 @@ def test_tuning_turns_the_chain_off() -> None:
 FAST = torch._transformer_encoder_layer_fwd
 
 
-def functions_of(call: Compiled) -> list[Any]:
-    """What the graphs of a model call."""
-    return [node.target for graph in call.graphs for node in graph.nodes]
-
-
 def apart(gm: fx.GraphModule, inputs: Any) -> Any:
     """The parts of encoder layers alone."""
     for fast, _ in take_apart(gm):
@@ -339,7 +334,7 @@ def test_the_backend_chains_the_feed_forward_block(
     call = Compiled(model)
     assert error(call(x), exact) < 0.06
     assert call.epilogues == 2 * [[f"bias+{activation}", second.epilogue]]
-    assert FAST not in functions_of(call)
+    assert not call.calls_of(FAST)
     assert "0.linear1 to 0.linear2: chain of 2 layers (1024" in explain()
 
 
@@ -349,7 +344,7 @@ def test_an_encoder_layer_without_a_chain_stays_one_call(book: Book) -> None:
         torch._dynamo.reset()
         call = Compiled(model, **options)
         assert torch.equal(call(x), model(x))
-        assert FAST in functions_of(call) and F.layer_norm not in functions_of(call)
+        assert call.calls_of(FAST) and not call.calls_of(F.layer_norm)
 
 
 @pytest.mark.rest

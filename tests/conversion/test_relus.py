@@ -13,12 +13,11 @@ import msgspec
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
-from torch._dynamo import lookup_backend
+from torch import Tensor, nn
 
 import lokakern
 from lokakern.conversion import tuning_file
-from lokakern.conversion.compile_backend import Options, compile_graph, explain, replace_products
+from lokakern.conversion.compile_backend import compile_graph, explain
 from lokakern.conversion.convert import Conversion
 from lokakern.conversion.tune import Tuning, tune
 from lokakern.conversion.variants import OTHER_FORM
@@ -32,6 +31,7 @@ from lokakern.problems import make_problem
 from lokakern.registry.register import KERNELS
 from lokakern.selection import dispatcher
 from lokakern.types import Format
+from tests.conversion.test_compiled_chains import OPTIONS, Compiled
 from tests.conversion.test_tune import M, On, Script
 from tests.support.conversions import H200, K, N, measured
 from tests.support.measurements import Book, time
@@ -280,30 +280,22 @@ def test_tuning_decides_about_forms_of_layers(known: Book) -> None:
 
 # ---- the backend of torch.compile ----
 
-OPTIONS: dict[str, Any] = {"budget": 0.06, "device": H200, "distribution": "X1"}
 
-
-class Compiled:
-    """A model compiled by the backend with AOTAutograd alone, and how many products have relus."""
+class Rectified(Compiled):
+    """A model without gradients that the backend compiled by itself."""
 
     def __init__(self, model: Callable[..., Any], dynamic: bool = False, **options: Any) -> None:
         torch._dynamo.reset()
-        self.relus = 0
-        self.call = torch.compile(
-            model, backend=self._compile, options=OPTIONS | options, dynamic=dynamic, fullgraph=True
-        )
-
-    def _compile(self, gm: fx.GraphModule, inputs: Any, *, options: dict[str, Any]) -> Any:
-        if replace_products(gm, Options.read(options, None)[0]):
-            gm.recompile()
-        op = torch.ops.lokakern.rectified_layer.default
-        self.relus = len(gm.graph.find_nodes(op="call_function", target=op))
-        return lookup_backend("aot_eager")(gm, inputs)
+        super().__init__(model, dynamic, **options)
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         with torch.no_grad():
-            found: Tensor = self.call(*inputs)
-        return found
+            return super().__call__(*inputs)
+
+    @property
+    def relus(self) -> int:
+        """How many products have one."""
+        return len(self.calls_of(torch.ops.lokakern.rectified_layer.default))
 
 
 def inputs(*sizes: int) -> Tensor:
@@ -315,7 +307,7 @@ def test_the_backend_has_the_relus_of_the_converted_model(m: int, relus: int, kn
     model, x = model_of(), inputs(m, 32)
     converted = copy.deepcopy(model)
     convert(converted, 0.06, inference=True)
-    call = Compiled(model)
+    call = Rectified(model)
     y = call(x)
     with torch.no_grad():
         expected = torch.compile(converted, backend="aot_eager", dynamic=False)(x)
@@ -368,13 +360,13 @@ def test_ways_to_write_a_relu(
     run: Callable[[Any, Tensor], Tensor], relus: int, sizes: tuple[int, ...], known: Book
 ) -> None:
     layer, x = nn.Linear(32, 40).bfloat16(), inputs(*sizes)
-    call = Compiled(functools.partial(run, layer))
+    call = Rectified(functools.partial(run, layer))
     assert torch.equal(call(x), run(layer, x.clone())) and call.relus == relus
 
 
 def test_what_convert_leaves_is_left(known: Book) -> None:
     def relus(model: nn.Module, x: Tensor, **options: Any) -> int:
-        call = Compiled(model, **options)
+        call = Rectified(model, **options)
         with torch.no_grad():
             assert torch.equal(call(x), model(x))
         return call.relus
@@ -395,7 +387,7 @@ def test_what_convert_leaves_is_left(known: Book) -> None:
     )
     assert relus(layer.float(), inputs(16, 32).float()) == 0
     layer.bfloat16()
-    call = Compiled(layer)
+    call = Rectified(layer)
     assert call.call(inputs(16, 32)).requires_grad and call.relus == 0  # training
 
 
@@ -404,7 +396,7 @@ def test_of_any_m_a_relu_has_to_gain_at_all(place: int, relus: int, known: Book)
     """Layer 2 is quantized from 256 rows on."""
     layer: Any = model_of()[place]
     model = nn.Sequential(layer, nn.ReLU())
-    call = Compiled(model, dynamic=True)
+    call = Rectified(model, dynamic=True)
     for m in (16, 128):
         x = inputs(m, layer.in_features)
         with torch.no_grad():
@@ -414,7 +406,7 @@ def test_of_any_m_a_relu_has_to_gain_at_all(place: int, relus: int, known: Book)
 
 def test_a_device_without_a_time_of_the_kernel_has_none(tmp_path: Path) -> None:
     Book(tmp_path / "rows.sqlite").write(*measured()).use()
-    call = Compiled(model_of())
+    call = Rectified(model_of())
     call(inputs(16, 32))
     assert call.relus == 0
     dispatcher.use_snapshot(None)
