@@ -1068,7 +1068,7 @@ class Conversion:
         report: ProbeReport | None = None,
         *,
         budget: ErrorBudget | float | None = None,
-        every: int = 150,
+        every: int = 200,
         callbacks: Sequence[Callable[[DriftEvent], None]] = (),
         seed: int = 0,
     ) -> DriftWatch:
@@ -1079,8 +1079,9 @@ class Conversion:
             with lokakern.convert(model, report).watch(callbacks=[print]):
                 ...  # compile and train
 
-        Every ``every``-th step is sampled, as by `lokakern.Probe`. Where two samples in a row leave
-        the usual range of a site, Probe judges the site anew in a thread of its own, and products
+        Every ``every``-th step is sampled, as by `lokakern.Probe`, and where a sample leaves the
+        usual range of a site, one more after a fifth of ``every``. Where two samples in a row leave
+        it, Probe judges the site anew in a thread of its own, and products
         whose kernels are not safe any more run as in nn.Linear until another judgement finds them
         safe. In the regime "compiled" compiled graphs do not change for that; routes keep what this
         needs, and inputs are saved in 16 bits in spite of ``keep_inputs``, until `refresh` after

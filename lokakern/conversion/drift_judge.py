@@ -64,6 +64,9 @@ class DriftJudge:
         report: What is usual, and was judged before; None: nothing.
         budget: The largest error that is safe.
         turned_off: Returns the products that were turned off.
+
+    Attributes:
+        suspects: Whether the last window left a usual range, so that the next one decides.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class DriftJudge:
             )
             for name, _ in kernels
         }
+        self.suspects = False  # the thread writes it, the steps read it
         self._turns = dict.fromkeys(kernels)  # the longest not judged first
         self._quiet, self._rounds = 0, itertools.count()  # windows without a judgement
         self._again: dict[str, str] = {}  # what moved, by site, of judgements that failed once
@@ -165,6 +169,7 @@ class DriftJudge:
         for numbers in found:
             moved |= self._ranges.see(numbers, {site for site, _ in off})
             parts |= numbers.parts
+        self.suspects = self._ranges.are_left
         for name, waiting in self._first.items():
             if waiting & parts.get(name, set()):
                 moved.setdefault(name, "")

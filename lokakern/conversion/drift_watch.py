@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 LOGGER = logging.getLogger(__name__)
 NO_BACKWARD = -1
 WEIGHTS_EVERY = 5  # windows, after which weights are looked at, which change slowly
+# Where a sample left the usual range, a second one follows after this part of the steps between
+# samples: later than what lasts a few steps, and long before the next. At most one of each.
+SECOND_PART = 5
 TO_BF16, TO_FLOAT16, TO_FP8, STAYS = "to bf16", "to float16", "to fp8", "stays"
 
 
@@ -96,9 +99,12 @@ class _WindowProbe(Probe):
         every: int,
         hand_over: Callable[[dict[str, SiteWindow]], None],
         turned: Callable[[], object],
+        suspects: Callable[[], bool] = bool,
         **options: Any,
     ) -> None:
         super().__init__(model, every, **options)
+        self._suspects = suspects
+        self._second = -1  # the step that is sampled besides, see `SECOND_PART`
         self._sampler.trains_only = self._sampler.draws_late = True
         self._hand_over, self._turned = hand_over, turned
         self._has_window, self._windows = False, 0
@@ -128,10 +134,19 @@ class _WindowProbe(Probe):
                 self._has_window, self._backward = False, NO_BACKWARD
                 self._end_window()
         # Nothing begins or ends between two steps that are not sampled.
-        if self._sampler.on or self._steps % self.every == 0:
+        if self._sampler.on or self._is_due():
             self._kernel.load()
             super()._turn()
         self._turned()
+
+    def _is_due(self) -> bool:
+        if super()._is_due() or self._steps == self._second:
+            return True
+        since = self._steps % self.every
+        is_late = since >= self.every // SECOND_PART and self._second < self._steps - since
+        if is_late and self._suspects():
+            self._second = self._steps
+        return self._steps == self._second
 
     def _end_window(self) -> None:
         windows: dict[str, Any] = {}
@@ -238,8 +253,9 @@ class DriftWatch:
             )
         try:
             probe = _WindowProbe(
-                self._conversion.model, self._every, self._hand_over, self.apply, check="off",
-                seed=self._seed + self._earlier, filter=lambda module, _: id(module) in watched,
+                self._conversion.model, self._every, self._hand_over, self.apply, self._suspects,
+                check="off", seed=self._seed + self._earlier,
+                filter=lambda module, _: id(module) in watched,
             )  # fmt: skip
         except BaseException:
             self._conversion.end_watch()
@@ -345,6 +361,9 @@ class DriftWatch:
         self.unseen = [name for name in self.unseen if name not in sites]
         if self._judge is not None:
             self._judge.put(sites)
+
+    def _suspects(self) -> bool:
+        return self._judge is not None and self._judge.suspects
 
     def _events_of(self, found: Judged) -> list[DriftEvent]:
         """Turn the products of some sites, and say so."""

@@ -80,6 +80,11 @@ class Usual:
         self._beyond = beyond
         return ", ".join(words)
 
+    @property
+    def is_left(self) -> bool:
+        """Whether the last window left the range, and the next one tells whether it moved."""
+        return self._windows > LEARNED and bool(self._beyond)
+
     def limits(self, name: str) -> tuple[float, float]:
         """Between which a number tells nothing; the upper one below the other if any does."""
         if self._windows < LEARNED or self._beyond or name not in self._ranges:
@@ -98,6 +103,11 @@ class Ranges:
     def __init__(self, known: Mapping[str, Profile]) -> None:
         self._usual = {site: Usual(numbers) for site, numbers in known.items()}
         self._limits: dict[Any, tuple[Any, Any]] = {}  # arrays of the lower and of the upper ones
+
+    @property
+    def are_left(self) -> bool:
+        """Whether the last window of any site left its range, and the next one decides."""
+        return any(usual.is_left for usual in self._usual.values())
 
     def see(self, numbers: Numbers, off: Collection[str]) -> dict[str, str]:
         """Take in a window; what moved, by site; of those in ``off`` also what fell.

@@ -325,10 +325,14 @@ class Probe:
                 if is_plain(weight) and not weight.is_meta:
                     recorder.take_weight(weight)
 
+    def _is_due(self) -> bool:
+        """Whether the step that begins is sampled."""
+        return self._steps % self.every == 0
+
     def _turn(self) -> None:
         """Begin a step."""
         self._sampler.buffer.take_in(steps=self.every)
-        on = self._steps % self.every == 0
+        on = self._is_due()
         self._sampler.turn(on)
         self._outputs.clear()
         _removed(self._weight_handles)

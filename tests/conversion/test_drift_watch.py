@@ -20,6 +20,7 @@ import lokakern
 from lokakern.conversion import drift_judge, drift_watch
 from lokakern.conversion.convert import OFF
 from lokakern.conversion.drift_watch import (
+    SECOND_PART,
     STAYS,
     TO_BF16,
     TO_FLOAT16,
@@ -77,6 +78,27 @@ def swaps(events: list[DriftEvent]) -> dict[str, str]:
 def plain_output(model: nn.Sequential, x: Tensor) -> Tensor:
     first = model[0]
     return nn.functional.linear(x, first.weight, first.bias)
+
+
+def test_a_second_sample_follows_soon_where_one_left_the_usual_range() -> None:
+    every, second = 20, 20 // SECOND_PART
+    handle = lokakern.convert(model_of(), kernels="tensor")
+    with handle.watch(budget=0.06, every=every) as watch:
+        training = Training(handle.model, watch)
+        probe: Any = watch._probe
+        training.run(5 * every)
+        assert probe._windows == 5
+        # A batch that is unlike the others: what follows is not, and nothing is judged.
+        assert not training.run(1, 1e-5) and not training.run(every - 1)
+        assert probe._windows == 7
+        training.run(2 * every)
+        assert probe._windows == 9
+        # From the middle of two samples on: the next one, and another soon.
+        training.run(every // 2)
+        begun, events = training.done, training.run(every, 1e-5)
+        assert swaps(events)["0/output"] == TO_BF16
+        assert {event.step - begun for event in events if event.moved} == {every // 2 + second + 1}
+        assert probe._windows == 12
 
 
 @pytest.mark.parametrize("regime", ["eager", "compiled", "compiled-graph"])
