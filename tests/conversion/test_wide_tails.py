@@ -208,7 +208,7 @@ def moved_past(net: Any, x: Tensor) -> Tensor:
     return net.norm(y + g)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("what", ["inplace", "hook"])
+@pytest.mark.parametrize("what", ["inplace", "hook", "class", "hook of all modules"])
 @pytest.mark.parametrize("m", [512, 16])
 def test_a_module_between_may_write_since(what: str, m: int, book: Book) -> None:
     """The layer moves behind it, and would read what it wrote."""
@@ -218,15 +218,29 @@ def test_a_module_between_may_write_since(what: str, m: int, book: Book) -> None
     convert(model, 0.06)
     assert is_chained(model)
     compiled = torch.compile(model, backend="aot_eager", dynamic=False)
+
+    def writes(module: nn.Module, given: tuple[Tensor, ...], y: Tensor) -> Tensor | None:
+        return y.copy_(given[0].mul_(3)) if isinstance(module, nn.ReLU) else None
+
+    handle = None
     for net in (model, plain):
         if what == "inplace":
             net.relu.inplace = True
-        else:
-            net.relu.register_forward_hook(lambda _, given, y: y.copy_(given[0].mul_(3)))
-    expected = plain(x)
-    for _ in range(2):
-        assert torch.equal(model(x), expected)
-    assert torch.equal(compiled(x), expected)
+        elif what == "hook":
+            net.relu.register_forward_hook(writes)
+        elif what == "class":
+            net.relu.__class__ = Tripled
+        elif handle is None:
+            handle = nn.modules.module.register_module_forward_hook(writes)
+    try:
+        expected = plain(x)
+        for _ in range(2):
+            assert torch.equal(model(x), expected)
+        if handle is None:  # compiled code has no hooks of all modules, unless made with them
+            assert torch.equal(compiled(x), expected)
+    finally:
+        if handle is not None:
+            handle.remove()
 
 
 class Tripled(nn.Module):
