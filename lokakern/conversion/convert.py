@@ -575,8 +575,21 @@ class Conversion:
         """The form of a site, with kernels of gradients behind a cross where they are used."""
         form, found = self._form_of(site.module), self._behind_crosses.get(site.name)
         is_off = any((site.name, gemm) in self.turned_off for gemm in GEMMS)
-        is_watched = self.has_switches or self._watch is not None or is_off
-        return form if found is None or is_watched or not self.has_relus else found.form(form)
+        # What a switch turns is a route, which these kernels are not.
+        is_known = found is not None and not self.has_switches and self.has_relus
+        return found.form(form) if found is not None and is_known and not is_off else form
+
+    def gradient_kernels(self, site: str) -> dict[str, tuple[str, ...]]:
+        """By GEMM, kernels of gradients that compiled code of a site has beside its routes."""
+        found = self._behind_crosses.get(site)
+        if found is None or self.has_switches or not self.has_relus:
+            return {}
+        used = found.used
+        return {
+            gemm: tuple(dict.fromkeys(x.kernels[place] for x in used))
+            for place, gemm in enumerate(GEMMS[1:])
+            if used
+        }
 
     def _planned(self) -> list[Span]:
         """The spans of the model with their chains."""
@@ -1146,10 +1159,8 @@ class Conversion:
                 "that one, or undo it"
             )
         self._watch = watch
-        has_switches = self.has_switches or self.regime == COMPILED
-        is_renewed = has_switches is not self.has_switches or bool(self._behind_crosses)
-        self.has_switches = has_switches
-        if is_renewed:
+        if self.regime == COMPILED and not self.has_switches:
+            self.has_switches = True
             self.use_routes({name: site.routes for name, site in self.sites.items()}, self.plain)
 
     def end_watch(self) -> None:

@@ -262,10 +262,10 @@ class DriftWatch:
             raise
         names = {modules[module] for module in watched}
         self._kernels = {
-            (name, route.gemm): _kernels_of(route)
+            (name, route.gemm): kernels
             for name, routes in self._quantized().items()
             for route in routes
-            if name in names and route.text != PLAIN and _kernels_of(route)
+            if name in names and (kernels := self._kernels_of(name, route))
         }
         self._judge = DriftJudge(
             self._kernels, self._report, self._budget, lambda: set(tuple(self._off))
@@ -355,7 +355,18 @@ class DriftWatch:
             name: tuple(self._off.get((name, route.gemm), route) for route in site.routes)
             for name, site in self._conversion.sites.items()
         }
-        return {name: some for name, some in routes.items() if any(r.text for r in some)}
+        return {
+            name: some for name, some in routes.items()
+            if any(r.text for r in some) or self._conversion.gradient_kernels(name)
+        }  # fmt: skip
+
+    def _kernels_of(self, site: str, route: Route) -> tuple[str, ...]:
+        """All kernels of a product, those that compiled code has beside its route included."""
+        segments = () if route.text == PLAIN else read_route(route.text)[1:]
+        own = [name for part in segments for _, name in part if name]
+        return tuple(dict.fromkeys(
+            (*own, *self._conversion.gradient_kernels(site).get(route.gemm, ()))
+        ))  # fmt: skip
 
     def _hand_over(self, sites: dict[str, SiteWindow]) -> None:
         self.unseen = [name for name in self.unseen if name not in sites]
@@ -401,8 +412,3 @@ class DriftWatch:
             if places:
                 self._conversion.turn(places, is_on)
         return new
-
-
-def _kernels_of(route: Route) -> tuple[str, ...]:
-    names = (name for segments in read_route(route.text)[1:] for _, name in segments if name)
-    return tuple(dict.fromkeys(names))

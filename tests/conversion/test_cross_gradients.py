@@ -26,7 +26,7 @@ from lokakern.functional.norm_gradient import KERNEL as GRADIENT_KERNEL
 from lokakern.nn.compiled_form import SUMS, kernels_behind_cross
 from lokakern.nn.crossed_gradients import KERNEL
 from lokakern.nn.linear import Linear
-from lokakern.nn.routed_matmul import SHARED
+from lokakern.nn.routed_matmul import PLAIN, SHARED
 from lokakern.probe.problems import way_of
 from lokakern.problems import make_problem
 from lokakern.registry.register import KERNELS
@@ -37,7 +37,7 @@ from lokakern.workloads.gemm_gradient_cases import grad_weight_case
 from lokakern.workloads.norm_cases import cross_backward_case
 from lokakern.workloads.suite_files import suite_from_file
 from tests.conversion.test_tune import On, Script
-from tests.nn.test_crossed_gradients import OP, run
+from tests.nn.test_crossed_gradients import OP, distance, exact, run
 from tests.support.conversions import BLOCK_KERNEL as BLOCK
 from tests.support.conversions import H200, report_of, verdict
 from tests.support.measurements import BF16, Book, accuracy, time
@@ -314,21 +314,40 @@ def test_they_join_sums_of_biases(known: Book, tmp_path: Path) -> None:
     assert handle.forms == {"up": SUMS}
 
 
-@pytest.mark.parametrize("regime", ["compiled", "compiled-graph"])
-def test_a_watch_turns_them_off(known: Book, regime: str) -> None:
-    """It judges the products of routes, and would not see these."""
+def test_a_watch_with_switches_turns_them_off(known: Book) -> None:
+    """Switches are those of routes, which these kernels are not."""
     model = model_of()
-    handle = convert(model, 0.06, regime=regime)
-    assert kernels_of(handle) == USED
-
-    class Watch:
-        pass
-
-    handle.begin_watch(Watch())  # type: ignore[arg-type]
-    assert kernels_of(handle) == NOWHERE
-    handle.end_watch()
+    handle = convert(model, 0.06)
+    with handle.watch(budget=0.06) as watch:
+        assert kernels_of(handle) == NOWHERE
+        assert ("up", "grad_weight") not in watch._kernels
     handle.refresh()
     assert kernels_of(handle) == USED
+
+
+def test_a_watch_of_graphs_judges_them(known: Book) -> None:
+    model = model_of()
+    handle = convert(model, 0.06, regime="compiled-graph")
+    assert handle.sites["up"].routes[2].text == PLAIN  # these kernels alone quantize it
+    x = torch.randn(M[0], N).bfloat16().requires_grad_()
+    with handle.watch(budget=0.06, every=2) as watch:
+        step = torch.optim.SGD(model.parameters(), 0.0).step  # which ends one
+        judged = {("up", "grad_input"), ("up", "grad_weight")}
+        assert watch._kernels == dict.fromkeys(judged, (BLOCK,))
+        # A sampled step needs the gradient itself.
+        for has_op in (False, True, False, True):
+            found, text, _ = run(model, x)
+            assert (OP in text) is has_op
+            for one, other in zip(found, exact(model, x), strict=True):
+                assert distance(one, other) < 0.05
+            step()
+        watch.apply(wait=True)
+        assert {(e.site, e.gemm) for e in watch.events} == judged and not watch.in_bf16
+        for places in ([("up", "grad_weight")], [("up", "grad_input")], sorted(judged)):
+            handle.turn(places, False)
+            assert kernels_of(handle) == NOWHERE and OP not in run(model, x)[1]
+            handle.turn(places, True)
+            assert kernels_of(handle) == USED
 
 
 def tuned(cost: Callable[[On], float]) -> tuple[Tuning, Conversion]:
