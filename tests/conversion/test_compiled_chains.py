@@ -406,6 +406,8 @@ def test_with_gradients_products_alone_are_replaced(quantized: Book) -> None:
         call = Compiled(model.requires_grad_(False))
         call(x)
         assert call.epilogues == BOTH
+        if torch.__version__ < (2, 12):  # whose guards do not notice it
+            return
         model[3].weight.requires_grad_(True)
         assert call(x).requires_grad
         assert call.epilogues == [*BOTH, [WIDE.epilogue]]  # in front of the norm

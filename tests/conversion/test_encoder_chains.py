@@ -302,7 +302,11 @@ def apart(gm: fx.GraphModule, inputs: Any) -> Any:
     return lookup_backend("aot_eager")(gm, inputs)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+# torch 2.11 does not compile its own fast path at dynamic sizes.
+DYNAMIC = [False] if torch.__version__ < (2, 12) else [False, True]
+
+
+@pytest.mark.parametrize("dynamic", DYNAMIC)
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
 @pytest.mark.parametrize("kind", ["causal", "switches", "padding", "both", "none"])
