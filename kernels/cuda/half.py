@@ -37,11 +37,12 @@ from lokakern.kernels.cuda import (
     scaled_gemm_unaligned,
 )
 from lokakern.kernels.cuda.norm_tiles import NormKind
-from lokakern.kernels.cuda.tiles import Kind
+from lokakern.kernels.cuda.tiles import FOLD, Kind
 from lokakern.registry.float16 import InHalf, has_half
 from lokakern.registry.register import KERNELS
 from lokakern.types import Epilogue, NormEpilogue, QuantizedTensor
 
+MOST_BOX = 256  # elements along a side of what one bulk copy moves
 BOUNDS = activate_quantize.Bound, norm_backward.Bound, norm_quantize.Bound, quantize.Bound
 # By the file of the program in bfloat16.
 SOURCES = {
@@ -111,6 +112,7 @@ def _in_half(launch: CudaLaunch) -> CudaLaunch:
 
 
 def _with_half_outputs() -> None:
+    """Let products write float16; and fold no rows that a bulk copy cannot take for one."""
     plain = scaled_gemm._kind_of
 
     def kind_of(
@@ -122,6 +124,10 @@ def _with_half_outputs() -> None:
         epilogue: Epilogue,
     ) -> Kind:
         kind = plain(scales, slices, b, out, bias, epilogue)
+        # A box of a bulk copy has at most 256 columns, which 8 rows of 48 exceed. Here, as a change
+        # of `_kind_of` would make all rows of these kernels stale.
+        if kind.folds and out.shape[1] * FOLD > MOST_BOX:
+            kind = kind._replace(folds=False)
         return HalfKind(*kind) if out.dtype is torch.float16 else kind
 
     scaled_gemm._kind_of = kind_of

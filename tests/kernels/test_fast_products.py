@@ -258,6 +258,26 @@ def test_a_launch_is_given_as_many_maps_as_it_was_bound_for(
         assert len(maps) == plan.launch._parameters[-1], tile
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
+def test_boxes_of_narrow_outputs_are_none_too_large(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight rows of 48 columns in FP8 were one of 384, which the driver refuses."""
+    boxes = list[tuple[int, ...]]()
+    monkeypatch.setattr(scaled_gemm, "tensor_map", lambda _x, box, *_: boxes.append(box))
+    for m, k in ((17, 512), (5000, 1024), (8192, 1040), (20000, 1056), (40000, 4096)):
+        a, scale = torch.empty(m, k, dtype=torch.float8_e4m3fn, device="meta"), torch.ones(1)
+        for n in range(8, 65, 8):
+            b, out = a.new_empty(n, k), a.new_empty(m, n, dtype=dtype)
+            out.data_ptr = lambda: 0  # type: ignore[method-assign]
+            kind = scaled_gemm._kind_of("row", (a,), b.t(), out, None, PLAIN)
+            for level in range(3):
+                tile = tile_of(m, n, k, kind, level, True, H200_SMS)
+                plan = scaled_gemm_fast.make_plan(m, n, k, kind, tile, H200_SMS)
+                scaled_gemm._make_maps(plan, kind, m, 1, (a,), (scale,), b.t(), scale, out)
+    assert max(max(box) for box in boxes) <= 256
+
+
 @pytest.mark.parametrize("module", [scaled_gemm, scaled_gemm_unaligned])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_programs_of_the_same_bits_have_no_contraction(module: Any, dtype: torch.dtype) -> None:
