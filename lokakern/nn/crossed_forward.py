@@ -71,6 +71,7 @@ from lokakern.nn.tail import (
 from lokakern.nn.torch_owners import without_fast_path
 from lokakern.nn.traced_forward import (
     CHILDREN,
+    MISSING,
     MODE,
     PASSING_MASKS,
     is_setting,
@@ -86,8 +87,6 @@ from lokakern.types import Granularity
 _LISTS = (nn.ModuleList, nn.ModuleDict)  # which a forward reads, and does not call
 _METHOD, _OTHER = "\0method", "\0other"  # stand for what is no setting
 _MOST_SHAPES = 16
-_MOST_ATTRIBUTES = 32  # of a plain object that a forward read, to be compared in each call
-_NOT_PLAIN = (nn.Module, Tensor, ModuleType, type)
 _CODES: WeakKeyDictionary[type[nn.Module], CodeType] = WeakKeyDictionary()
 _REPLICATE = "_replicate_for_data_parallel"  # what nn.DataParallel calls
 _OF_TORCH = frozenset((*vars(nn.Module()), "forward"))
@@ -184,8 +183,6 @@ class CrossedForward:
     _between: tuple[tuple[nn.Module, type[nn.Module]], ...] = ()
     # Modules with children that a forward looked into, or that are in `_between`, and these.
     _nested: tuple[tuple[nn.Module, tuple[nn.Module | None, ...]], ...] = ()
-    # Lists, dictionaries and plain objects that a forward read, with what they hold.
-    _held: tuple[tuple[Any, tuple[Any, ...]], ...] = ()
     _of_one_mode: tuple[nn.Module, ...] = ()  # where the forward depends on modes
     _missing: tuple[str, ...] = ()  # names of attributes that a forward asked for in vain
     _handed_on: tuple[str, ...] = ()  # arguments that may be None
@@ -255,17 +252,16 @@ class CrossedForward:
         self._own_forward = type(module).forward
         reads = {(id(x[0]), x[1]): x for graph in graphs for x in reads_of(graph)}
         self._of_children = [x for x in reads.values() if x[1] not in (CHILDREN, MODE)]
-        self._held = _held_by([*self._values.values(), *(x[2] for x in self._of_children)])
         self._tied = _tied_names(graphs, module)
         self._passed = tuple(module.get_submodule(name) for name in passed)
         inner = (x for name in between for x in module.get_submodule(name).modules())
         self._between = tuple((x, type(x)) for x in dict.fromkeys(inner))
         listed = {x for x in module._modules.values() if isinstance(x, _LISTS)}  # are compared
         looked_into = [x for x, name, _ in reads.values() if name == CHILDREN and x not in listed]
+        inner_ones = (x for x, _ in self._between if x._modules)
         self._nested = tuple(
-            (x, tuple(x._modules.values()))
-            for x in dict.fromkeys((*looked_into, *(x for x, _ in self._between))) if x._modules
-        )  # fmt: skip
+            (x, tuple(x._modules.values())) for x in dict.fromkeys((*looked_into, *inner_ones))
+        )
         self._of_one_mode = ()
         if len(self._sources) > 1:
             asked_modes = [x for x, name, _ in reads.values() if name == MODE]
@@ -444,10 +440,7 @@ class CrossedForward:
             if not _are_same(list(owner._modules.values()), inner):
                 return False
         for child, name, value in self._of_children:
-            if not _is_same(getattr(child, name, None), value):
-                return False
-        for owner, inner in self._held:
-            if not _holds(owner, inner):
+            if not _is_same(getattr(child, name, MISSING), value):
                 return False
         for first, key, other, name in self._tied:
             if first._parameters.get(key) is not other._parameters.get(name):
@@ -638,58 +631,12 @@ def _are_same(now: list[nn.Module | None], known: Sequence[nn.Module | None]) ->
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Whether two values of an attribute are one object, equal settings, or tuples of these."""
+    """Whether two values of an attribute are one object, equal settings, or tuples of functions."""
     if is_setting(other):
         return type(one) is type(other) and bool(one == other)
-    if type(one) is tuple and type(other) is tuple:  # compilers make new ones
-        return len(one) == len(other) and all(map(_is_same, one, other))
+    if type(one) is tuple and type(other) is tuple and all(map(callable, other)):
+        return len(one) == len(other) and all(map(_is_same, one, other))  # compilers make new ones
     return one is other
-
-
-def _held_by(values: Iterable[Any]) -> tuple[tuple[Any, tuple[Any, ...]], ...]:
-    """Lists, dictionaries and plain objects among values and in these, each with what it holds.
-
-    Of objects these are names and values of up to `_MOST_ATTRIBUTES`; others are not compared.
-    """
-    found: dict[int, tuple[Any, tuple[Any, ...]]] = {}
-    waiting = list(values)
-    while waiting:
-        x = waiting.pop()
-        if isinstance(x, tuple):
-            waiting += x
-        elif id(x) not in found and (held := _contents(x)):
-            found[id(x)] = x, held
-            waiting += held
-    return tuple(found.values())
-
-
-def _contents(x: Any) -> tuple[Any, ...]:
-    """Items of a list; keys, then values of a dictionary; names, then values of a plain object."""
-    if isinstance(x, list):
-        return (len(x), *x)
-    if isinstance(x, dict):
-        return (len(x), *x, *x.values())
-    if isinstance(x, _NOT_PLAIN) or callable(x) or type(x).__module__.startswith("torch"):
-        return ()
-    own = getattr(x, "__dict__", {})
-    return (*own, *own.values()) if len(own) <= _MOST_ATTRIBUTES else ()
-
-
-def _holds(x: Any, known: tuple[Any, ...]) -> bool:
-    """Whether `_contents` are as they were, as all compilers trace it."""
-    if isinstance(x, list):
-        now = [len(x), *x]
-    elif isinstance(x, dict):
-        now = [len(x), *x.keys(), *x.values()]
-    else:
-        names = known[: len(known) // 2]
-        now = [*names, *[getattr(x, name, _OTHER) for name in names]]
-    if len(now) != len(known):
-        return False
-    for one, other in zip(now, known, strict=True):
-        if one is not other and not _is_same(one, other):
-            return False
-    return True
 
 
 def _settings_of(module: nn.Module, names: set[str] | None) -> dict[str, Any]:

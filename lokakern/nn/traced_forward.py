@@ -28,10 +28,12 @@ _GRAPHS: WeakKeyDictionary[Any, fx.Graph] = WeakKeyDictionary()  # of rewritten 
 
 
 _OF_MODULES = frozenset(dir(nn.Module()))
+_OF_OTHERS = ("_modules", "_parameters", "_buffers")  # names that are no attributes
 _HARMLESS = ("training", "forward", "__class__")  # others may show all children or attributes
 _ALL = "*"
 _SETTINGS = (bool, int, float, str, type(None))
 CHILDREN, MODE = "_modules", "training"  # in the place of names: what is no attribute to compare
+MISSING = "\0missing"  # in the place of a value
 # What the forward of a graph read of other modules: the module, the name and the value.
 _READS: WeakKeyDictionary[fx.Graph, list[tuple[nn.Module, str, Any]]] = WeakKeyDictionary()
 # Names of attributes and children of the module itself that it read, unless it may read all.
@@ -328,6 +330,8 @@ def _settings_read(
         except AttributeError:
             if self is not parent and _is_read_by_user():
                 found.append((self, CHILDREN, ()))  # one of them, or a parameter
+                if not any(name in vars(self)[x] for x in _OF_OTHERS):
+                    found.append((self, name, MISSING))
             raise
         if self is not parent:
             is_own = name not in _OF_MODULES and name in object.__getattribute__(self, "__dict__")

@@ -298,6 +298,20 @@ def in_a_loop(net: Any, x: Tensor) -> Tensor:
     return y  # type: ignore[no-any-return]
 
 
+def in_an_empty_loop(net: Any, x: Tensor) -> Tensor:
+    y = net.norm(net.fc(x) + x)
+    for module in net.inner[0].extra:
+        y = module(y)
+    return y  # type: ignore[no-any-return]
+
+
+def by_what_is_missing(net: Any, x: Tensor) -> Tensor:
+    y = net.norm(net.fc(x) + x)
+    if hasattr(net.inner[1], "post"):
+        y = net.inner[1].post(y)
+    return y * getattr(net.inner[1], "factor", 1.0)  # type: ignore[no-any-return]
+
+
 def written_by(module: nn.Module) -> Any:
     return module.register_forward_hook(lambda _, given, y: y.copy_(given[0].mul_(3)))
 
@@ -321,6 +335,10 @@ def written_by(module: nn.Module) -> Any:
         (by_a_function, lambda net: setattr(net.inner, "apply_last", torch.sin)),
         (by_a_mode, lambda net: net.inner[1].train()),
         (in_a_loop, lambda net: net.lists[0].append(nn.Softsign())),
+        (in_an_empty_loop, lambda net: net.inner[0].extra.append(nn.Tanh())),
+        (by_what_is_missing, lambda net: net.inner[1].add_module("post", nn.Tanh())),
+        (by_what_is_missing, lambda net: setattr(net.inner[1], "post", torch.tanh)),
+        (by_what_is_missing, lambda net: setattr(net.inner[1], "factor", 3.0)),
     ],
 )
 @pytest.mark.parametrize("is_compiled", [False, True])
@@ -330,6 +348,8 @@ def test_children_of_children_may_change(
     measure(book, "bias+residual+layer+affine")
     model, x = made(run), rows()
     model.inner.apply_last = torch.tanh  # type: ignore[assignment]
+    if run is in_an_empty_loop:
+        model.inner[0].extra = nn.ModuleList()  # type: ignore[index,assignment]
     plain = copy.deepcopy(model)
     convert(model, 0.06)
     assert is_chained(model)
