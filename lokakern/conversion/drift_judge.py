@@ -162,14 +162,16 @@ class DriftJudge:
     def _judge(self, window: Window) -> None:
         moved: dict[str, str] = {}
         parts: dict[str, set[str]] = {}
+        self.suspects = suspects = False
         off = self._turned_off()
         found = [transfer.numbers() for transfer in window.numbers]
         if _overflowed(window.sites, found):
             return
         for numbers in found:
             moved |= self._ranges.see(numbers, {site for site, _ in off})
+            suspects |= self._ranges.are_left
             parts |= numbers.parts
-        self.suspects = self._ranges.are_left
+        self.suspects = suspects
         for name, waiting in self._first.items():
             if waiting & parts.get(name, set()):
                 moved.setdefault(name, "")

@@ -134,19 +134,21 @@ class _WindowProbe(Probe):
                 self._has_window, self._backward = False, NO_BACKWARD
                 self._end_window()
         # Nothing begins or ends between two steps that are not sampled.
+        self._look_again()
         if self._sampler.on or self._is_due():
             self._kernel.load()
             super()._turn()
         self._turned()
 
     def _is_due(self) -> bool:
-        if super()._is_due() or self._steps == self._second:
-            return True
+        return super()._is_due() or self._steps == self._second
+
+    def _look_again(self) -> None:
+        """Sample the step that begins, where the last sample is suspicious and old enough."""
         since = self._steps % self.every
         is_late = since >= self.every // SECOND_PART and self._second < self._steps - since
         if is_late and self._suspects():
             self._second = self._steps
-        return self._steps == self._second
 
     def _end_window(self) -> None:
         windows: dict[str, Any] = {}

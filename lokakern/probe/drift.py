@@ -43,12 +43,16 @@ class Usual:
 
     Args:
         known: Numbers of an earlier report, see `usual_of`; of others the first windows decide.
+
+    Attributes:
+        is_left: Whether the last window left the range, and the next one decides.
     """
 
     def __init__(self, known: Profile | None = None) -> None:
         self._ranges = {name: (value, value) for name, value in (known or {}).items()}
         self._windows = 0
         self._beyond: Counter[str] = Counter()  # windows in a row, by number and direction
+        self.is_left = False
 
     def see(self, profile: Profile, *, falls: bool = False) -> str:
         """Take in a window; what moved, if it did so in as many windows as confirm it, or "".
@@ -63,6 +67,7 @@ class Usual:
             {way: n for way, n in self._beyond.items() if way.partition(" ")[0] not in profile}
         )
         words = []
+        self.is_left = False
         for name, value in profile.items():
             low, high = self._ranges.get(name, (value, value))
             slack = _slack(name)
@@ -74,16 +79,13 @@ class Usual:
                 continue
             way = f"{name} {'rose' if value > high else 'fell'}"
             beyond[way] = self._beyond[way] + 1
+            self.is_left = True
             if beyond[way] >= CONFIRMED or name.endswith(NONFINITE):
                 usual = f"{low:.3g}" if high - low <= slack / 8 else f"{low:.3g} to {high:.3g}"
                 words.append(f"{way} from {usual} to {value:.3g}")
         self._beyond = beyond
+        self.is_left &= not words
         return ", ".join(words)
-
-    @property
-    def is_left(self) -> bool:
-        """Whether the last window left the range, and the next one tells whether it moved."""
-        return self._windows > LEARNED and bool(self._beyond)
 
     def limits(self, name: str) -> tuple[float, float]:
         """Between which a number tells nothing; the upper one below the other if any does."""
@@ -98,16 +100,16 @@ class Ranges:
 
     Args:
         known: Numbers of an earlier report, by site, see `usual_of`.
+
+    Attributes:
+        are_left: Whether a site left its range in the last window, and the next one decides.
     """
+
+    are_left = False
 
     def __init__(self, known: Mapping[str, Profile]) -> None:
         self._usual = {site: Usual(numbers) for site, numbers in known.items()}
         self._limits: dict[Any, tuple[Any, Any]] = {}  # arrays of the lower and of the upper ones
-
-    @property
-    def are_left(self) -> bool:
-        """Whether the last window of any site left its range, and the next one decides."""
-        return any(usual.is_left for usual in self._usual.values())
 
     def see(self, numbers: Numbers, off: Collection[str]) -> dict[str, str]:
         """Take in a window; what moved, by site; of those in ``off`` also what fell.
@@ -126,12 +128,15 @@ class Ranges:
         low, high = self._limits[key]
         beyond = np.flatnonzero((numbers.values > high) | (numbers.values < low))
         found = {}
+        self.are_left = False
         for site in dict.fromkeys(numbers.names[place][0] for place in beyond.tolist()):
             if site not in numbers.parts:  # of few rows
                 continue
             self._limits.clear()
             profile = numbers.of(site)
-            words = self._usual.setdefault(site, Usual()).see(profile, falls=site in off)
+            usual = self._usual.setdefault(site, Usual())
+            words = usual.see(profile, falls=site in off)
+            self.are_left |= usual.is_left
             if words:  # what is usual begins anew
                 self._usual[site] = Usual()
                 self._usual[site].see(profile)

@@ -101,6 +101,21 @@ def test_a_second_sample_follows_soon_where_one_left_the_usual_range() -> None:
         assert probe._windows == 12
 
 
+def test_a_suspicion_ends_where_a_layer_is_not_called_any_more() -> None:
+    every = 20
+    handle = lokakern.convert(model_of(), kernels="tensor")
+    with handle.watch(budget=0.06, every=every) as watch:
+        training = Training(handle.model, watch)
+        training.run(6 * every)
+        probe: Any = watch._probe
+        training.run(1, 1e-5)
+        training.call = handle.model[0]
+        training.run(every - 1)
+        before = probe._windows
+        training.run(4 * every)
+        assert probe._windows - before <= 4
+
+
 @pytest.mark.parametrize("regime", ["eager", "compiled", "compiled-graph"])
 def test_a_drift_turns_products_off_and_its_end_turns_them_on(regime: str) -> None:
     model = model_of()
