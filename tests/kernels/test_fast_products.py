@@ -106,8 +106,17 @@ def test_a_tile_multiplies_every_size(tile: Tile) -> None:
             assert torch.equal(out.view(torch.int16), same.view(torch.int16)), (m, n, k)
 
 
+def agree(found: torch.Tensor, expected: torch.Tensor, tile: Tile) -> bool:
+    """Whether an output is that of `PLAIN_TILE`: the same bits, or about those of shared sums."""
+    one, other = found.float(), expected.float()
+    if tile.parts == 1:
+        return torch.equal(one, other)
+    distance = float((one - other).norm() / other.norm())
+    return distance < (0.03 if found.dtype.itemsize == 1 else 5e-3)  # of FP8 codes, neighbors
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("tile", [tile for tile in TILES if tile.parts == 1], ids=str)
+@pytest.mark.parametrize("tile", (*TILES, *SPLIT_TILES), ids=str)
 def test_a_tile_has_every_epilogue(tile: Tile) -> None:
     m, n, k = 515, 1040, 400 if tile.resident else 1040  # 256 columns of more do not stay
     a, b = drawn(m, n, k, 1)
@@ -127,17 +136,19 @@ def test_a_tile_has_every_epilogue(tile: Tile) -> None:
             out = empty_data(m, n, dtype, a.data.device)
             if dtype.itemsize > 1:
                 out.fill_(1.0)
-            return launched(tile, a, b, out, bias, last).float()
+            return launched(tile, a, b, out, bias, last)
 
+        if not fits(tile, n, k, Kind("row", dtype.itemsize)) and tile.parts > 1:
+            continue  # a part of 8 columns in FP8
         found, expected = made(tile), made(PLAIN_TILE)
-        assert torch.equal(found, expected), (dtype, epilogue)
-        assert found.abs().sum() > 0
+        assert agree(found, expected, tile), (dtype, epilogue)
+        assert found.float().abs().sum() > 0
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tile", TILES[:7], ids=str)
+@pytest.mark.parametrize("tile", (*TILES[:7], *SPLIT_TILES), ids=str)
 def test_a_tile_multiplies_slices_of_k(tile: Tile) -> None:
-    m, n, widths = 515, 1040, (384, 128, 80)
+    m, n, widths = 515, 1040, (768, 384, 128, 80)
     a, b = drawn(m, n, sum(widths), 4)
     slices = [x.contiguous() for x in a.data.split(widths, dim=1)]
     out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
@@ -145,7 +156,7 @@ def test_a_tile_multiplies_slices_of_k(tile: Tile) -> None:
     plan = scaled_gemm_fast.make_plan(m, n, sum(widths), kind, tile, H200_SMS)
     scales = [a.scale] * len(slices)
     scaled_gemm.run(plan, kind, m, 1, slices, scales, b.data.t(), b.scale, out, None, PLAIN)
-    assert torch.equal(out, launched(PLAIN_TILE, a, b, torch.empty_like(out)))
+    assert agree(out, launched(PLAIN_TILE, a, b, torch.empty_like(out)), tile)
 
 
 @pytest.mark.gpu
