@@ -23,8 +23,8 @@ UNMEASURED: dict[tuple[str, str], str] = {
     ),
 }
 _SHARED_SUMS = (
-    "timed on an NVIDIA H200 with sums that clusters share and narrow tiles; its 264 tests passed "
-    "there, but their run was cut off before it wrote its rows"
+    "timed on an NVIDIA H200 with sums that clusters share and narrow tiles; 264 tests of these "
+    "kernels passed there, but the run was cut off before it wrote its rows"
 )
 # Kernels that are new, or have new parts, by kernel and architecture: the reason. They need neither
 # a time nor a test result there; an entry goes when the kernel was timed and tested.

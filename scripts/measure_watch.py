@@ -713,7 +713,7 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", help=f"{', '.join(KNOWN)}; all of them if none")
     parser.add_argument("--model", choices=("dlrm", "wukong"), default="dlrm")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--every", type=int, default=150, help="steps between samples")
+    parser.add_argument("--every", type=int, default=200, help="steps between samples")
     parser.add_argument("--quiet-steps", type=int, default=0, help="in which it learns; 0: none")
     parser.add_argument(
         "--quiet-rate", type=float, default=1e-4, help="of learning; at 0 batches alone differ"

@@ -573,18 +573,18 @@ class Conversion:
 
     def _form_at(self, site: Site) -> str:
         """The form of a site, with kernels of gradients behind a cross where they are used."""
-        form, found = self._form_of(site.module), self._behind_crosses.get(site.name)
+        form, found = self._form_of(site.module), self._usable_behind_cross(site.name)
         is_off = any((site.name, gemm) in self.turned_off for gemm in GEMMS)
-        # What a switch turns is a route, which these kernels are not.
-        is_known = found is not None and not self.has_switches and self.has_relus
-        return found.form(form) if found is not None and is_known and not is_off else form
+        return form if found is None or is_off else found.form(form)
+
+    def _usable_behind_cross(self, site: str) -> CrossGradients | None:
+        """Not with switches: what these turn is a route, which such kernels are not."""
+        return self._behind_crosses.get(site) if self.has_relus and not self.has_switches else None
 
     def gradient_kernels(self, site: str) -> dict[str, tuple[str, ...]]:
         """By GEMM, kernels of gradients that compiled code of a site has beside its routes."""
-        found = self._behind_crosses.get(site)
-        if found is None or self.has_switches or not self.has_relus:
-            return {}
-        used = found.used
+        found = self._usable_behind_cross(site)
+        used = [] if found is None else found.used
         return {
             gemm: tuple(dict.fromkeys(x.kernels[place] for x in used))
             for place, gemm in enumerate(GEMMS[1:])

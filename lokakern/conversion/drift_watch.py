@@ -239,7 +239,9 @@ class DriftWatch:
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             NATIVE.ask()  # for samples, and their numbers
         self._conversion.begin_watch(self)
-        modules = {id(self._conversion.sites[name].module): name for name in self._quantized()}
+        quantized = self._quantized()  # with switches fewer than before
+        self.unseen = [name for name in self.unseen if name in quantized]
+        modules = {id(self._conversion.sites[name].module): name for name in quantized}
         layers = [m for m in self._conversion.model.modules() if id(m) in modules and is_layer(m)]
         if not layers:
             self._conversion.end_watch()

@@ -22,6 +22,7 @@ from lokakern.conversion.cross_gradients import (
 )
 from lokakern.conversion.routes import GEMMS, grad_input_problem
 from lokakern.conversion.tune import Tuning, tune
+from lokakern.conversion.variants import as_plain
 from lokakern.functional.norm_gradient import KERNEL as GRADIENT_KERNEL
 from lokakern.nn.compiled_form import SUMS, kernels_behind_cross
 from lokakern.nn.crossed_gradients import KERNEL
@@ -323,6 +324,13 @@ def test_a_watch_with_switches_turns_them_off(known: Book) -> None:
         assert ("up", "grad_weight") not in watch._kernels
     handle.refresh()
     assert kernels_of(handle) == USED
+    handle.use_routes({"up": tuple(as_plain(r, "a test") for r in handle.sites["up"].routes)})
+    assert kernels_of(handle) == USED
+    with (
+        pytest.warns(UserWarning, match="no layer is quantized"),
+        handle.watch(budget=0.06) as watch,
+    ):
+        assert watch.unseen == []
 
 
 def test_a_watch_of_graphs_judges_them(known: Book) -> None:
