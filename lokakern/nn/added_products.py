@@ -25,9 +25,10 @@ LEAST_BYTES = 80_000_000
 
 def _added_products(a: Tensor, b: Tensor, w: Tensor, x: Tensor) -> Tensor:
     if a.is_cuda:
+        from lokakern.kernels.cuda import added_products as cuda
         from lokakern.kernels.triton.added_products import added_products
 
-        return added_products(a, b, w, x)
+        return (cuda.added_products if cuda.takes(a, b, w, x) else added_products)(a, b, w, x)
     return (a.float() @ b.float() + w.float() @ x.float()).to(a.dtype)
 
 

@@ -31,6 +31,7 @@ import torch
 from lokakern import nvrtc
 from lokakern.errors import CompilationError
 from lokakern.kernels.cuda import (
+    added_products,
     fast_tiles,
     gelu,
     half,
@@ -489,8 +490,9 @@ def test_kernels_wait_for_the_one_before_and_let_the_next_begin(name: str) -> No
 def test_every_cuda_file_is_compiled_here() -> None:
     halved = [program for _, program in HALF_NORMS.values()]
     found = {Path(program.source).resolve() for program in (*ALL.values(), *halved)}
-    # In test_token_gradient_compiled.py and test_window_samples.py.
-    found |= {Path(module.SOURCE).resolve() for module in (token_gradient, window_samples)}
+    # In test_added_products_compiled.py and the like.
+    elsewhere = added_products, token_gradient, window_samples
+    found |= {Path(module.SOURCE).resolve() for module in elsewhere}
     assert found == set(FOLDER.glob("*.cu"))
 
 

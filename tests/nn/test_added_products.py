@@ -151,3 +151,42 @@ def test_the_kernel_is_right_in_the_interpreter() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_kernel_is_right_on_a_gpu(dtype: torch.dtype) -> None:
     check("cuda", dtype)
+
+
+# Of many samples a block, which copies run ahead of; of one or two warpgroups, and of odd sizes.
+MANY = [
+    (2048, 720, 24, 120, 160), (700, 720, 48, 192, 160), (1000, 130, 8, 8, 8),
+    (300, 60, 64, 256, 256), (3, 193, 40, 104, 200), (1, 1, 16, 64, 32), (500, 65, 56, 72, 96),
+    (40, 190, 8, 256, 224),
+]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", MANY)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_kernel_of_cuda_is_right_each_time(size: tuple[int, ...], dtype: torch.dtype) -> None:
+    """At rows with gaps, with what is not finite, and in equal bits."""
+    from lokakern.kernels.cuda import added_products as cuda
+
+    batch, m, k, r, n = size
+    torch.manual_seed(0)
+    a = torch.randn(batch, m, k + 8, device="cuda").to(dtype)[:, :, :k]
+    b, x = (torch.randn(batch, rows + 1, n, device="cuda").to(dtype)[:, 1:] for rows in (k, r))
+    w = torch.randn(r, m, device="cuda").to(dtype).t()
+    a[0, 0, 0], x[-1, -1, -1] = torch.nan, torch.inf
+    if not cuda.takes(a, b, w, x):
+        pytest.skip("another GPU")
+    first = cuda.added_products(a, b, w, x)
+    for some in range(0, batch, 100):
+        at = slice(some, some + 100)
+        expected = a[at].double() @ b[at].double() + w.double() @ x[at].double()
+        finite = expected.isfinite()
+        assert torch.equal(finite, first[at].isfinite())
+        error = (first[at].double() - expected)[finite].abs()
+        bound = (a[at].double().abs() @ b[at].double().abs()
+                 + w.double().abs() @ x[at].double().abs())[finite]  # fmt: skip
+        step = 2.0**-8 if dtype is torch.bfloat16 else 2.0**-11
+        assert (error <= step * expected[finite].abs() + 2.0**-18 * bound).all()
+    for weight in (w, w.contiguous()) * 5:
+        again = cuda.added_products(a, b, weight, x)
+        assert torch.equal(again.view(torch.int16), first.view(torch.int16))
