@@ -67,6 +67,7 @@ class DriftJudge:
 
     Attributes:
         suspects: Whether the last window left a usual range, so that the next one decides.
+        found: What `take` returns, oldest first.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class DriftJudge:
         self._compiled = set[Place]()  # whose kernels were, for a replay
         self._windows: queue.Queue[Window | None] = queue.Queue()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._found: deque[Judged | BaseException] = deque()
+        self.found: deque[Judged | BaseException] = deque()
         self._thread = threading.Thread(target=self._work, name="lokakern drift watch", daemon=True)
         self._thread.start()
         # A thread that the interpreter ends within PyTorch aborts the process.
@@ -108,7 +109,7 @@ class DriftJudge:
         try:
             numbers = transfers_of(sites)
         except torch.OutOfMemoryError as error:
-            self._found.append(error)
+            self.found.append(error)
             return
         ready = {x.device: x.ready for x in numbers if x.ready is not None}
         self._drop(MOST_WAITING - 1)
@@ -116,7 +117,7 @@ class DriftJudge:
 
     def take(self) -> Judged | BaseException | None:
         """The next result, or the error of a window; None if there is none."""
-        return self._found.popleft() if self._found else None
+        return self.found.popleft() if self.found else None
 
     def wait(self) -> None:
         """Wait for the windows that were put."""
@@ -156,7 +157,7 @@ class DriftJudge:
         try:
             self._judge(window)
         except Exception as error:  # the next step of the training tells it
-            self._found.append(error)
+            self.found.append(error)
         return True
 
     def _judge(self, window: Window) -> None:
@@ -231,7 +232,7 @@ class DriftJudge:
         for place in places:
             self._turns[place] = self._turns.pop(place, None)
         self._again = waiting_still
-        self._found.append(Judged(worst, moved, in_turn))
+        self.found.append(Judged(worst, moved, in_turn))
 
     def _able(self, site: LearnedSite, places: Collection[Place]) -> dict[str, tuple[str, ...]]:
         """The kernels of those products of a site that ran, by GEMM, with rows enough."""

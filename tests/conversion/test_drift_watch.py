@@ -189,6 +189,62 @@ def test_compiled_steps_are_not_compiled_again() -> None:
         assert not torch.equal(wrong, right)
 
 
+@pytest.mark.parametrize("regime", ["compiled", "compiled-graph"])
+@pytest.mark.parametrize("way", ["model", "step", "layers"])
+def test_a_step_that_is_not_sampled_is_that_of_an_unwatched_model(regime: str, way: str) -> None:
+    """Without hooks, whose guards are checked in each call, and by code that outlasts the watch."""
+    model = model_of()
+    model.insert(1, nn.LayerNorm(48, dtype=torch.bfloat16))
+    handle = lokakern.convert(model, kernels="tensor", regime=regime)
+    graphs: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        graphs.append(graph.code)
+        return graph.forward
+
+    with handle.watch(budget=0.06, every=3) as watch:
+        call: Any = model
+        if way == "layers":
+            for layer in model:
+                layer.compile(backend=backend)
+        else:
+            function = model if way == "model" else lambda x: model(x).float()
+            call = torch.compile(function, backend=backend)
+        training, probe = Training(model, watch, call), watch._probe
+        assert probe is not None
+        training.run(2)
+        known = len(graphs)
+        for _ in range(7):
+            hooks = [x for m in model.modules() for x in (m._forward_hooks, m._forward_pre_hooks)]
+            hooks += [x._backward_hooks for x in model.parameters()]
+            assert any(map(len, filter(None, hooks))) is probe.is_sampling
+            training.run(1)
+        assert (probe._windows, watch.unseen) == (3, [])
+    torch.compiler.set_stance("fail_on_recompile")
+    try:
+        call(batch(0)).float().square().mean().backward()
+    finally:
+        torch.compiler.set_stance("default")
+    assert len(graphs) == known
+    assert way == "layers" or known == 2
+
+
+def test_calls_are_steps_until_an_optimizer_steps() -> None:
+    model = model_of()
+    handle = lokakern.convert(model, kernels="tensor")
+    with handle.watch(budget=0.06, every=4) as watch:
+        for seed in range(7):
+            model(batch(seed)).float().square().mean().backward()
+            watch.apply(wait=True)
+        assert watch.steps == 6
+        assert model._forward_pre_hooks
+        Training(model, watch).run(3)
+        assert watch.steps == 10
+        assert not model._forward_pre_hooks
+        assert watch._probe is not None
+        assert watch._probe._windows == 3
+
+
 @pytest.mark.parametrize("in_cpp", [False, True], ids=["python", "cpp"])
 @pytest.mark.parametrize("keeps", [False, True], ids=["", "weights_unchanged"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

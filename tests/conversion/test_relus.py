@@ -95,6 +95,30 @@ def test_no_relu_where_the_kernel_was_not_timed_or_sequences_are_left_alone(
     assert not convert(model_of(), 0.06).rectified
 
 
+def test_a_watch_changes_no_code_of_the_steps_that_it_does_not_sample(known: Book) -> None:
+    model = model_of()
+    handle = convert(model, 0.06, regime="compiled-graph")
+    x, codes = torch.randn(128, 32).bfloat16(), list[str]()
+
+    def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        codes.append(graph.code)
+        return graph.forward
+
+    def steps(count: int) -> list[str]:
+        codes.clear()
+        call = torch.compile(model, backend=backend)
+        optimizer = torch.optim.SGD(model.parameters(), 1e-6)
+        for _ in range(count):
+            call(x).float().square().mean().backward()
+            optimizer.step()
+        return codes.copy()
+
+    (plain,) = steps(1)
+    with handle.watch(every=2):
+        sampled, other = steps(4)
+    assert (other, "relu" in plain, "relu" in sampled) == (plain, False, True)
+
+
 class ReluScript(Script):
     """Times that also follow from the relus."""
 
