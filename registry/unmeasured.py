@@ -22,20 +22,10 @@ UNMEASURED: dict[tuple[str, str], str] = {
         "operands with one scale each"
     ),
 }
-_SHARED_SUMS = (
-    "timed on an NVIDIA H200 with sums that clusters share and narrow tiles; 264 tests of these "
-    "kernels passed there, but the run was cut off before it wrote its rows"
-)
 # Kernels that are new, or have new parts, by kernel and architecture: the reason. They need neither
 # a time nor a test result there; an entry goes when the kernel was timed and tested.
 NEW_KERNELS: dict[tuple[str, str], str] = {
     ("cuda.quantize_long_row_power_of_two", "sm_90"): "tested on an NVIDIA H200, not timed",
-    ("cuda.scaled_gemm_tensor_fast", "sm_90"): _SHARED_SUMS,
-    ("cuda.scaled_gemm_row_fast", "sm_90"): _SHARED_SUMS,
-    ("cuda.quantize_tensor+cuda.scaled_gemm_tensor_fast", "sm_90"): _SHARED_SUMS,
-    ("cuda.quantize_row+cuda.scaled_gemm_row_fast", "sm_90"): _SHARED_SUMS,
-    ("cuda.quantize_long_row+cuda.scaled_gemm_row_fast", "sm_90"): _SHARED_SUMS,
-    ("cuda.quantize_together_row+cuda.scaled_gemm_row_fast", "sm_90"): _SHARED_SUMS,
 }
 # Ops that are new, by architecture, and why: not all of their kernels need have a time or a test
 # result there. An entry goes when all were timed and tested.
