@@ -74,6 +74,8 @@ from lokakern.nn.traced_forward import (
     MISSING,
     MODE,
     PASSING_MASKS,
+    PRESENT,
+    Method,
     is_setting,
     is_traceable,
     masks_passed,
@@ -440,7 +442,14 @@ class CrossedForward:
             if not _are_same(list(owner._modules.values()), inner):
                 return False
         for child, name, value in self._of_children:
-            if not _is_same(getattr(child, name, MISSING), value):
+            now = getattr(child, name, MISSING)
+            if type(value) is Method:
+                if getattr(now, "__func__", now) is not value.function:
+                    return False
+            elif value == PRESENT:
+                if not isinstance(now, Tensor):
+                    return False
+            elif not _is_same(now, value):
                 return False
         for first, key, other, name in self._tied:
             if first._parameters.get(key) is not other._parameters.get(name):
@@ -493,12 +502,22 @@ class CrossedForward:
             name: _Module(x.__name__) if isinstance(x, ModuleType) else x
             for name, x in self._names.items()
         }
+        of_children = [
+            (child, name, Method(None) if isinstance(value, Method) else value)
+            for child, name, value in self._of_children
+        ]
         return {**vars(self), "_names": names, "_functions": [], "_only_function": None,
-                "_is_idle_at": None, "_own_forward": None}  # fmt: skip
+                "_is_idle_at": None, "_own_forward": None, "_of_children": of_children}  # fmt: skip
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._own_forward = type(self.module).forward
+        # Functions of local classes cannot be pickled, and a copy follows the class of its module.
+        self._of_children = [
+            (child, name, Method(getattr(type(child), name, None)))
+            if isinstance(value, Method) else (child, name, value)
+            for child, name, value in self._of_children
+        ]  # fmt: skip
         if "_read_children" not in state:  # of earlier versions
             self._read_children = self._children
         self._names = {

@@ -14,8 +14,8 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import FrameType, ModuleType
-from typing import Any
+from types import FrameType, MethodType, ModuleType
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -33,7 +33,7 @@ _HARMLESS = ("training", "forward", "__class__")  # others may show all children
 _ALL = "*"
 _SETTINGS = (bool, int, float, str, type(None))
 CHILDREN, MODE = "_modules", "training"  # in the place of names: what is no attribute to compare
-MISSING = "\0missing"  # in the place of a value
+MISSING, PRESENT = "\0missing", "\0present"  # in the place of a value; of a parameter that is one
 # What the forward of a graph read of other modules: the module, the name and the value.
 _READS: WeakKeyDictionary[fx.Graph, list[tuple[nn.Module, str, Any]]] = WeakKeyDictionary()
 # Names of attributes and children of the module itself that it read, unless it may read all.
@@ -75,6 +75,12 @@ def in_place_divide(x: Any, y: Any) -> Any:
     """``x /= y``."""
     x /= y
     return x
+
+
+class Method(NamedTuple):
+    """In the place of a value: the function of a method that a forward called."""
+
+    function: Any
 
 
 class _Proxy(fx.Proxy):
@@ -295,7 +301,8 @@ def is_setting(value: Any) -> bool:
 def reads_of(graph: fx.Graph) -> list[tuple[nn.Module, str, Any]]:
     """What a traced forward read of children, and of theirs, which its graph has as constants.
 
-    `CHILDREN` stands for all children of such a module, `MODE` for its mode.
+    `CHILDREN` stands for all children of such a module, `MODE` for its mode; `PRESENT` is the value
+    of a parameter, and a `Method` that of a method.
     """
     return _READS.get(graph, [])
 
@@ -332,12 +339,20 @@ def _settings_read(
                 found.append((self, CHILDREN, ()))  # one of them, or a parameter
                 if not any(name in vars(self)[x] for x in _OF_OTHERS):
                     found.append((self, name, MISSING))
+                elif name in vars(self)["_parameters"]:
+                    is_there = vars(self)["_parameters"][name] is not None
+                    found.append((self, name, PRESENT if is_there else None))
             raise
         if self is not parent:
             is_own = name not in _OF_MODULES and name in object.__getattribute__(self, "__dict__")
             is_known = is_own or name in (CHILDREN, MODE) or is_setting(value)
-            if is_known and _is_read_by_user():
-                found.append((self, name, value))
+            is_method = type(value) is MethodType and value.__self__ is self and not is_own
+            if is_method and (name == "forward" or name not in _OF_MODULES):
+                value_noted: Any = Method(value.__func__)
+            else:
+                value_noted = value
+            if (is_known or value_noted is not value) and _is_read_by_user():
+                found.append((self, name, value_noted))
         return value
 
     # Modules have none of their own, as their __getattr__ gets only what is no attribute.

@@ -663,6 +663,77 @@ def test_attributes_that_come_later(given: dict[str, Any], is_warm: bool) -> Non
     assert torch.equal(run(x), Asking.forward(model, x))
 
 
+class Helper(nn.Module):
+    """A child whose method is called, and which may have a bias."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(K)) if bias else None
+        self.inner = Linear(K, K, bias=bias)
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1.0
+
+
+class Helped(One):
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.helper = Helper(bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.helper.forward(self.helper.scaled(F.relu(self.fc(x))))
+        y = y if self.helper.bias is None else y + self.helper.bias
+        return y if self.helper.inner.bias is None else -y
+
+
+class OtherHelper(Helper):
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * 3.0
+
+
+@pytest.mark.parametrize("is_warm", [False, True])
+@pytest.mark.parametrize(
+    ("bias", "change"),
+    [
+        (True, lambda patch, x: patch.setattr(Helper, "scaled", lambda s, x: x * 4.0)),
+        (True, lambda patch, x: patch.setattr(Helper, "forward", lambda s, x: x - 1.0)),
+        (True, lambda patch, x: patch.setattr(x, "scaled", lambda x: x * 5.0)),
+        (True, lambda patch, x: setattr(x, "__class__", OtherHelper)),
+        (True, lambda patch, x: setattr(x, "bias", None)),
+        (True, lambda patch, x: setattr(x.inner, "bias", None)),
+        (False, lambda patch, x: setattr(x, "bias", nn.Parameter(torch.ones(K).bfloat16()))),
+        (False, lambda patch, x: setattr(x.inner, "bias", nn.Parameter(torch.ones(K)))),
+    ],
+    ids=["method", "forward", "own", "class", "bias", "inner", "new bias", "new inner"],
+)
+def test_methods_and_parameters_of_children(
+    bias: bool,
+    change: Callable[[pytest.MonkeyPatch, nn.Module], None],
+    is_warm: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    """A trace has what they were; where they are others, the own forward runs."""
+    model, x = Helped(bias).bfloat16(), rows(32).requires_grad_()
+    set_tails(model)
+    twin = copy.deepcopy(model)
+    crossed = crossed_of(twin)
+    assert crossed is not None and crossed.is_as_traced
+    run = compiled(model, fullgraph=True)
+    if is_warm:
+        assert calls_of(run, x) == 1
+    change(monkeypatch, model.helper)
+    found = crossed_of(model)
+    assert found is not None and not found.is_as_traced
+    assert torch.equal(model(x), Helped.forward(model, x))
+    # Of no model compiled code checks for methods that a class gets later.
+    if not (is_warm and request.node.callspec.id.startswith(("method", "forward"))):
+        assert torch.equal(run(x), Helped.forward(model, x))
+
+
 class Whole(One):
     """Asks for all that it has."""
 
