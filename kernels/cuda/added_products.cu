@@ -1,4 +1,5 @@
-// The sum of two products of each sample, of which one has a left operand for all samples, on Hopper.
+// The sum of two products of each sample, of which one has a left operand for all samples, on
+// Hopper.
 //
 //     out[s] = a[s] b[s] + w x[s]
 //
@@ -8,15 +9,15 @@
 //     x:    [batch, R, n]
 //     out:  [batch, m, n], of the same type, without gaps; sums are float32, rounded once
 //
-// At 8192 samples, m 720, K 48, R 192 and n 160 these are 3.1 GB, 0.72 ms of an H200, and the products
-// take 0.46. A block owns up to 192 rows of w, which stay in shared memory, and takes every so
-// many-th sample; blocks of the same samples lie side by side, so that they read b and x at the same
-// time. One thread copies, into a ring of slots: a of a sample, b, and x in steps of 64 rows. Each
+// At 8192 samples, m 720, K 48, R 192 and n 160 these are 3.1 GB, 0.72 ms of an H200, and the
+// products take 0.46. A block owns up to 192 rows of w, which stay in shared memory, and takes every
+// so many-th sample; blocks of the same samples lie side by side, so that they read b and x at the
+// same time. One thread copies, into a ring of slots: a of a sample, b, and x in steps of 64 rows. Each
 // warpgroup multiplies 64 rows. It may be a sample ahead of others, so that they multiply while it
 // writes.
 //
-// b and x are multiplied as they lie, columns contiguous, in boxes of 64 rows of 64 columns. Output is
-// written from registers past a piece of shared memory of each warp: bulk copies were no faster.
+// b and x are multiplied as they lie, columns contiguous, in boxes of 64 rows of 64 columns. Output
+// is written by way of a piece of shared memory of each warp: bulk copies were no faster.
 //
 // Macros, from added_products.py:
 //
@@ -44,7 +45,8 @@ constexpr int THREADS = MATH_THREADS + (WARPGROUPS > 1 ? 128 : 32);
 // Of a thread, where there is more than one warpgroup: 64512 of the SM's 65536 in all.
 constexpr int MATH_REGISTERS = WARPGROUPS == 3 ? 160 : 232;
 constexpr int PRODUCER_REGISTERS = WARPGROUPS == 3 ? 24 : 40;
-static_assert(K <= DEPTH && R <= 256 && WIDTH <= 256 && WIDTH % PIECE_COLUMNS == 0, "one step of a");
+static_assert(K <= DEPTH && R <= 256, "one step of a");
+static_assert(WIDTH <= 256 && WIDTH % PIECE_COLUMNS == 0, "one product of all columns");
 static_assert(SLOTS >= 3, "a, b, and a step of x");
 
 using Sums = float[WIDTH / 2];
@@ -176,8 +178,8 @@ __device__ __forceinline__ void write(
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) added_products(
-    unsigned short* out, int batch, int m, int n, int tiles, int groups, const __grid_constant__ TensorMap a,
-    const __grid_constant__ TensorMap b, const __grid_constant__ TensorMap w,
+    unsigned short* out, int batch, int m, int n, int tiles, int groups,
+    const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, const __grid_constant__ TensorMap w,
     const __grid_constant__ TensorMap x) {
     extern __shared__ char shared[];
     Ring ring{shared_address(shared)};

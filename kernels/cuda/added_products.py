@@ -32,6 +32,7 @@ LEAST_SLOTS, MOST_SLOTS = 3, 8
 PIECE_COLUMNS = 32
 PIECE_BYTES = 16 * PIECE_COLUMNS * 2  # of a warp's output on its way out
 ALIGNMENT = 16  # bytes
+DTYPES = {torch.bfloat16, torch.float16}
 
 
 class Tile(NamedTuple):
@@ -95,6 +96,10 @@ def bind(tile: Tile, k: int, r: int, dtype: torch.dtype) -> CudaLaunch:
 def takes(a: Tensor, b: Tensor, w: Tensor, x: Tensor) -> bool:
     """Whether this kernel computes the sum of these products, which are on a GPU."""
     (batch, m, k), (r, n) = a.shape, x.shape[1:]
+    if not {a.dtype} == {b.dtype, w.dtype, x.dtype} <= DTYPES:
+        return False
+    if (b.shape, w.shape, x.shape[0]) != ((batch, k, n), (m, r), batch):
+        return False
     step = ALIGNMENT // a.element_size()
     if not batch * m * n or not (0 < k <= MOST_K and 0 < r <= MOST_R and n <= MOST_N):
         return False

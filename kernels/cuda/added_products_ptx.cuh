@@ -47,8 +47,9 @@ DEFINE_PRODUCT(L64 L16_4 L16_5 L16_6 L16_7, 128, 129, 130, F64, F16(64), F16(80)
 #undef L64
 #undef DEFINE_PRODUCT
 
-// 16 rows of contiguous columns, in boxes of 64 rows of 64 columns whose 16-byte pieces are permuted
-// (the copy's swizzle of 128 bytes): the next 64 columns are 8192 bytes on, the next 8 rows 1024.
+// 16 rows of contiguous columns, in boxes of 64 rows of 64 columns whose 16-byte pieces are
+// permuted (the copy's swizzle of 128 bytes): the next 64 columns are 8192 bytes on, the next 8 rows
+// 1024.
 static __device__ __forceinline__ unsigned long long columns_as_they_lie(unsigned address) {
     return 0x4000004000000000ull | (address >> 4 | 8192 / 16 << 16);
 }

@@ -641,7 +641,8 @@ class Conversion:
 
     def _scales_of(self, modules: Sequence[nn.Module], device: Device) -> tuple[str, ...]:
         """Static scale of the input of each of several modules in a row, or ""."""
-        if self._between and is_affordable(_budget_of(self._wanted)):
+        # Of a step that a watch samples hooks take them away, and it judges what it sampled.
+        if self._watch is None and self._between and is_affordable(_budget_of(self._wanted)):
             return scales_between(modules, device)
         return ("",) * len(modules)
 
@@ -1158,7 +1159,10 @@ class Conversion:
                 f"watch: a newer conversion determines the kernels of {', '.join(newer)}: watch "
                 "that one, or undo it"
             )
+        has_scales = self._has_scales
         self._watch = watch
+        if has_scales:
+            self._apply_handoffs(keep_classes=True)
         if self.regime == COMPILED and not self.has_switches:
             self.has_switches = True
             self.use_routes({name: site.routes for name, site in self.sites.items()}, self.plain)
@@ -1166,6 +1170,18 @@ class Conversion:
     def end_watch(self) -> None:
         """Allow other changes again; for `DriftWatch`."""
         self._watch = None
+        if self._has_scales:
+            self._apply_handoffs(keep_classes=True)
+
+    @property
+    def _has_scales(self) -> bool:
+        """Whether inputs in a sequence have static scales."""
+        for sequence in self.sequences:
+            weight = next(sequence.parameters(), None)
+            modules, _ = chains_at(sequence, placed_chains(self.spans, self.off_chains))
+            if weight is not None and any(self._scales_of(modules, self._device_for(weight))):
+                return True
+        return False
 
     def turn(self, places: Sequence[tuple[str, str]], is_on: bool) -> None:
         """Turn products, by site and GEMM, off or on; for `DriftWatch`."""

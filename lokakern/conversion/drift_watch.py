@@ -11,6 +11,7 @@ graphs, which would replay the old kernels, are made anew by the compiler.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import warnings
 from collections.abc import Callable, Sequence
@@ -24,12 +25,13 @@ from lokakern.conversion.drift_judge import DriftJudge, Judged, Place
 from lokakern.conversion.variants import refuse_ranks
 from lokakern.errors import ShapeError, UnsupportedError
 from lokakern.native import NATIVE
+from lokakern.nn.module_scan import WATCHED
 from lokakern.nn.raw_product import is_layer
 from lokakern.nn.routed_matmul import PLAIN, read_route
 from lokakern.probe.hooks import is_plain
 from lokakern.probe.report import ProbeReport
 from lokakern.probe.sample_kernel import SampleKernel
-from lokakern.probe.session import Probe, _removed
+from lokakern.probe.session import Probe, remove_all
 from lokakern.probe.verdicts import LIMITS
 from lokakern.probe.windows import SiteWindow, WindowRecorder, take_weight_sizes
 
@@ -107,6 +109,7 @@ class _WindowProbe(Probe):
         self._sampler.trains_only = self._sampler.draws_late = True
         self._hand_over, self._turned = hand_over, turned
         self._has_window, self._windows = False, 0
+        self._before: list[list[int]] = []  # hooks of others that come before ours
         self._backward = NO_BACKWARD  # the backward pass in which the window's step ended
         recorders: dict[str, Any] = self._recorders
         for name, recorder in recorders.items():
@@ -116,6 +119,11 @@ class _WindowProbe(Probe):
     def start(self) -> None:
         self._kernel.compile()
         super().start()
+        WATCHED.update(self._modules.values())
+
+    def _remove_hooks(self) -> None:
+        super()._remove_hooks()
+        WATCHED.difference_update(self._modules.values())
 
     def _parameter_of(self, name: str) -> Tensor | None:
         weight: Any = self._modules[name]._parameters.get("weight")
@@ -136,7 +144,12 @@ class _WindowProbe(Probe):
         if self._sampler.on or self._is_due():
             self._kernel.load()
             super()._turn()
-            self._hook_modules() if self._sampler.on else self._unhook_modules()
+            if self._sampler.on:
+                self._hook_modules()
+            else:
+                self._unhook_modules()
+        elif self._source and self._call_handles:  # the first step that an optimizer ended
+            self._unhook_modules()
         if self.judge is None or self.judge.found:  # not a call in each step
             self._turned()
 
@@ -147,10 +160,22 @@ class _WindowProbe(Probe):
         compiled code of nine layers, where its caches are cold. And where layers have hooks, no
         product applies a relu, and no op computes the gradients behind layers.
         """
-        _removed(self._site_handles)
+        if self._site_handles:
+            self._before = [_keys_before(handle) for handle in self._site_handles]
+        remove_all(self._site_handles)
         if self._source:  # calls of the model are no steps any more
-            _removed(self._call_handles)
-            _removed(self._first)
+            remove_all(self._call_handles)
+            remove_all(self._first)
+
+    def _hook_modules(self) -> None:
+        are_new = not self._site_handles
+        super()._hook_modules()
+        if are_new:  # each in its place among the hooks of others
+            for handle, keys in zip(self._site_handles, self._before, strict=False):
+                hooks = handle.hooks_dict_ref()
+                for key in (handle.id, *reversed(keys)):
+                    if key in hooks:
+                        hooks.move_to_end(key, last=False)
 
     def _is_due(self) -> bool:
         since = self._steps % self.every
@@ -184,6 +209,12 @@ class _WindowProbe(Probe):
     def steps(self) -> int:
         """Steps so far."""
         return self._steps
+
+
+def _keys_before(handle: Any) -> list[int]:
+    """Keys of the hooks of a module that are called before one."""
+    hooks = handle.hooks_dict_ref() or {}
+    return list(itertools.takewhile(lambda key: key != handle.id, hooks))
 
 
 def _is_captured() -> bool:

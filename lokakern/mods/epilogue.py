@@ -16,6 +16,7 @@ from lokakern.errors import ShapeError, UnknownNameError
 from lokakern.mods.editor import Editor, Mod, site_of
 from lokakern.nn.block_rms_norm import BlockRMSNorm
 from lokakern.nn.linear import LINEARS_OF_ANY
+from lokakern.nn.module_scan import WATCHED
 from lokakern.nn.torch_owners import NEVER_CALLED, never_called
 
 NORMS = (nn.LayerNorm, nn.RMSNorm, BlockRMSNorm)
@@ -106,7 +107,7 @@ def _batch_norms(model: nn.Module) -> dict[nn.Module, nn.BatchNorm1d]:
         for layer, norm in pairwise(sequence)
         if type(layer) in LINEARS_OF_ANY  # subclasses may add the bias earlier
         and type(norm) is nn.BatchNorm1d
-        and not (layer._forward_hooks or norm._forward_pre_hooks)
+        and not (layer._forward_hooks or norm._forward_pre_hooks or layer in WATCHED)
         and norm.num_features == layer.out_features  # else it is over another axis
     ]
     layers, norms = Counter(x for x, _ in pairs), Counter(x for _, x in pairs)

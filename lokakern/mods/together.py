@@ -23,7 +23,7 @@ from lokakern.errors import UnknownNameError, UnsupportedError
 from lokakern.mods.editor import Editor, Mod, site_of
 from lokakern.nn.adoption import resize
 from lokakern.nn.linear import LINEARS_OF_ANY, Routed
-from lokakern.nn.module_scan import Joined, inner_layers
+from lokakern.nn.module_scan import WATCHED, Joined, inner_layers
 from lokakern.nn.token_mixing import mix_tokens
 from lokakern.nn.traced_forward import forward_of, traced, writes
 from lokakern.render.did_you_mean import did_you_mean
@@ -451,7 +451,7 @@ def _layers(
     for node, module in zip(calls, targets, strict=True):
         is_plain = type(module) in LINEARS_OF_ANY and getattr(module, "padding", (0, 0)) == (0, 0)
         is_plain = is_plain and "forward" not in vars(module)  # as of a declared group
-        is_hooked = module._forward_hooks or module._forward_pre_hooks
+        is_hooked = module._forward_hooks or module._forward_pre_hooks or module in WATCHED
         is_once = sum(other is module for other in targets) == 1
         is_simple = len(node.args) == 1 and isinstance(node.args[0], fx.Node) and not node.kwargs
         is_free = is_plain and is_once and is_simple and not is_hooked

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import WeakSet
 
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd as _Convolution
 
+# What a watch looks at in some steps, without hooks in others: nothing may take its place.
+WATCHED: WeakSet[nn.Module] = WeakSet()
 ModuleFilter = Callable[[nn.Module, str], bool]
 INNER = "it is multiplied as a part of another layer"
 NOT_SHOWN = "no forward of its module shows a product of rows with it"

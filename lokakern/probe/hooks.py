@@ -470,6 +470,9 @@ def _is_captured(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
+_GONE = object()
+
+
 class Hook:
     """A hook of a module, which a copy of the module removes at its first call."""
 
@@ -498,8 +501,11 @@ def hook_of(recorder: Recorder, seen: Callable[[Recorder, Tensor], None]) -> Hoo
     sampler, number = recorder.sampler, recorder.number
     torch.compiler.assume_constant_result(_is_exported_or_transformed)  # type: ignore[no-untyped-call]
 
-    def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> Any:
+    # Removed while another thread calls the module, it gets no arguments by name.
+    def hook(module: Any, args: tuple[Any, ...], kwargs: Any, y: Any = _GONE) -> Any:
         if not sampler.on or (torch.compiler.is_compiling() and _is_exported_or_transformed()):
+            return None
+        if y is _GONE:
             return None
         if sampler.trains_only and not module.training and not torch.is_grad_enabled():
             return None

@@ -154,6 +154,7 @@ class Probe:
                 self._watches.append(watch)
         self._handles: list[Any] = []
         self._site_handles: list[Any] = []  # of sites and norms
+        self._norms: list[nn.Module] = []
         self._call_handles: list[Any] = []  # of the model, whose calls may be steps
         self._weight_handles: list[Any] = []
         self._first: list[Any] = []  # the hook of the site that methods of the model call first
@@ -185,6 +186,7 @@ class Probe:
         # checks, or another model of the same class would lend its code without them.
         torch.compiler.reset()
         _guard_hooks(self, True)
+        self._norms = [module for module in self.model.modules() if _norm_of(module)]
         self._handles.append(register_optimizer_step_post_hook(self._optimizer_stepped))
         if self._looks_elsewhere:
             self._handles.append(self.model.register_forward_hook(Hook(self._forward_ended)))
@@ -204,10 +206,9 @@ class Probe:
             # Before other hooks: FSDP's puts the weight away.
             handle = module.register_forward_hook(hook, prepend=True, with_kwargs=True)
             self._site_handles.append(handle)
-        for norm in self.model.modules():
-            if _norm_of(norm):
-                begins = norm.register_forward_pre_hook(Hook(self._norm_begins))
-                self._site_handles.append(begins)
+        for norm in self._norms:
+            begins = norm.register_forward_pre_hook(Hook(self._norm_begins))
+            self._site_handles.append(begins)
 
     def stop(self) -> None:
         """Watch no more; statistics stay."""
@@ -219,7 +220,7 @@ class Probe:
             self._handles, self._site_handles, self._call_handles, self._weight_handles,
             self._first,
         ):  # fmt: skip
-            _removed(handles)
+            remove_all(handles)
         self._outputs.clear()
         self._sampler.turn(False)
         _guard_hooks(self, False)
@@ -348,13 +349,13 @@ class Probe:
         on = self._is_due()
         self._sampler.turn(on)
         self._outputs.clear()
-        _removed(self._weight_handles)
+        remove_all(self._weight_handles)
         for name, module in self._modules.items() if on else ():
             weight: Any = module._parameters.get("weight")
             is_there = is_plain(weight) and not isinstance(weight, nn.UninitializedParameter)
             if is_there and weight.requires_grad:
                 hook = self._recorders[name].weight_gradient
-                self._weight_handles.append(_WeightHandle(weight, hook))
+                self._weight_handles.append(weight.register_hook(hook))
 
     def _ended(self, source: str) -> None:
         rank = _SOURCES.index(source)
@@ -369,7 +370,7 @@ class Probe:
         if torch.compiler.is_compiling() or is_backward_under_way():
             return
         if module is self.model:
-            _removed(self._first)
+            remove_all(self._first)
         if self._begun:
             self._ended("forward")
         self._begun = True
@@ -417,24 +418,8 @@ class Probe:
         self._ended("optimizer")
 
 
-class _WeightHandle:
-    """A hook of a parameter, of which nothing is left where it is removed.
-
-    An empty dictionary of hooks is still asked in each backward pass, which takes the interpreter
-    for it: 12 us for nine weights, where caches are cold.
-    """
-
-    def __init__(self, weight: Tensor, hook: Callable[[Tensor], None]) -> None:
-        self._weight, self._handle = weight, weight.register_hook(hook)  # type: ignore[no-untyped-call]
-
-    def remove(self) -> None:
-        self._handle.remove()
-        # A backward pass, in which an optimizer may step, reads the hooks of other parameters.
-        if not self._weight._backward_hooks and not is_backward_under_way():
-            self._weight._backward_hooks = None
-
-
-def _removed(handles: list[Any]) -> None:
+def remove_all(handles: list[Any]) -> None:
+    """Remove hooks, and forget them."""
     for handle in handles:
         handle.remove()
     handles.clear()

@@ -10,6 +10,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import lokakern
+from lokakern import mods
 from lokakern.conversion import drift_judge, drift_watch
 from lokakern.conversion.convert import OFF
 from lokakern.conversion.drift_watch import (
@@ -30,10 +32,13 @@ from lokakern.conversion.drift_watch import (
 )
 from lokakern.conversion.routes import GEMMS
 from lokakern.errors import ShapeError, UnsupportedError
+from lokakern.nn.block_rms_norm import BlockRMSNorm
 from lokakern.nn.routed_matmul import has_switch, kernels_of, switched, traced_route, turn
 from lokakern.probe.replay import replay
 from lokakern.probe.windows import SiteWindow, transfers_of
 from tests.support import native
+from tests.support.conversions import H200, rows_of
+from tests.support.measurements import Book, gemm
 
 K, M = 64, 256
 EVERY = 2
@@ -820,3 +825,101 @@ def test_the_end_of_the_program_waits_for_a_judgement() -> None:
     found = subprocess.run([sys.executable, "-c", EXITS], capture_output=True, text=True)
     assert found.returncode == 7, found.stderr
     assert "replayed" in found.stderr
+
+
+# --- what hooks that come and go must not change
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_all_steps_have_the_scales_that_are_judged(is_compiled: bool, tmp_path: Path) -> None:
+    """Of a sampled step hooks take static scales away: no other step has them either."""
+    rows = [
+        row
+        for m, bf16, by_row in ((16, 2.0, 1.0), (256, 4.0, 3.0), (1024, 16.0, 8.0))
+        for row in rows_of(gemm(m, 64, 256), bf16=bf16, row=by_row, errors=m == 16)
+    ]
+    Book(tmp_path / "rows.sqlite").write(*rows).use()
+    torch.manual_seed(0)
+    # The norm bounds the layer's input, to which a static scale belongs.
+    layers = BlockRMSNorm(256, 256), nn.ReLU(), nn.Linear(256, 64, bias=False)
+    model = nn.Sequential(*layers).bfloat16()
+    handle = lokakern.convert(model, 0.06, distribution="X1", device=H200)
+    call = torch.compile(model, backend="aot_eager") if is_compiled else model
+    optimizer = torch.optim.SGD(model.parameters(), 1e-8)
+    x = torch.randn(M, 256).abs() * 1e-5
+    x[:, 0] = -1.0  # most of a row's norm, which the relu takes away
+    x = x.bfloat16()
+    assert handle._has_scales
+    with handle.watch(budget=0.06, every=3) as watch:
+        probe: Any = watch._probe
+        outputs: dict[bool, Tensor] = {}
+        for _ in range(6):
+            is_sampled = probe.is_sampling
+            y = outputs[is_sampled] = call(x)
+            y.float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            watch.apply(wait=True)
+    assert torch.equal(outputs[False], outputs[True])
+    assert handle._has_scales and not torch.equal(call(x), outputs[True])
+
+
+def test_hooks_of_users_stay_in_their_order() -> None:
+    model = model_of()
+    model.insert(1, nn.LayerNorm(48, dtype=torch.bfloat16))
+    handle = lokakern.convert(model, kernels="tensor")
+    called: list[str] = []
+
+    def noted(name: str) -> Callable[..., None]:
+        return lambda *_: called.append(name)
+
+    with handle.watch(budget=0.06, every=3) as watch:
+        layer, norm, weight = model[0], model[1], model[0].weight
+        handles = [
+            layer.register_forward_hook(noted("before"), prepend=True),
+            layer.register_forward_hook(noted("behind")),
+            norm.register_forward_pre_hook(noted("behind norm's")),
+        ]
+        before = list(layer._forward_hooks), list(norm._forward_pre_hooks)
+        of_weight = weight._backward_hooks
+        probe: Any = watch._probe
+        Training(model, watch).run(3)
+        assert probe.is_sampling
+        for place, hooks in zip(
+            before, (layer._forward_hooks, norm._forward_pre_hooks), strict=True
+        ):
+            (ours,) = set(place) - {handle.id for handle in handles}
+            (now,) = hooks.keys() - {handle.id for handle in handles}
+            assert [now if key == ours else key for key in place] == list(hooks)
+        # A setter of torch would drop the hooks that C++ has.
+        assert weight._backward_hooks is of_weight
+
+
+def test_mods_leave_what_is_watched_alone() -> None:
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(K, 32), nn.Linear(K, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(x).relu() * self.b(x)
+
+    model = Gated().bfloat16()
+    handle = lokakern.convert(model, kernels="tensor")
+    with handle.watch(budget=0.06, every=5) as watch:
+        training = Training(model, watch)
+        training.run(2)
+        assert not any(x.is_done for x in mods.apply(model, [mods.FuseShared()]))
+        training.run(5)
+        assert watch.unseen == []
+    assert any(x.is_done for x in mods.apply(model, [mods.FuseShared()]))
+
+
+def test_a_hook_that_goes_while_another_thread_calls_the_module() -> None:
+    """torch then calls it without the arguments by name."""
+    model = model_of()
+    handle = lokakern.convert(model, kernels="tensor")
+    with handle.watch(budget=0.06, every=3):
+        (hook,) = model[0]._forward_hooks.values()
+        x = batch(0)
+        assert hook(model[0], (x,), model[0](x)) is None

@@ -65,6 +65,10 @@ def test_others_are_left_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
         b, x = (torch.zeros(batch, rows, n, dtype=torch.bfloat16) for rows in (k, r))
         return added_products.takes(a, b, torch.zeros(r, m, dtype=torch.bfloat16).t(), x)
 
+    def takes_of(dtype: torch.dtype) -> bool:
+        x = torch.zeros(2, 8, 8, dtype=dtype)
+        return added_products.takes(x, x, x[0], x)
+
     assert takes(720, 24, 120, 160) and takes(1, 64, 256, 256) and takes(5, 24, 8, 8, gap=8)
     refused = [(5, 20, 8, 8), (5, 8, 12, 8), (5, 8, 8, 12), (5, 72, 8, 8), (5, 8, 264, 8),
                (5, 8, 8, 264), (5, 24, 8, 8, 4), (5, 8, 8, 8, 0, 0)]  # fmt: skip
@@ -72,6 +76,11 @@ def test_others_are_left_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.zeros(2, 8, 8, dtype=torch.bfloat16)
     assert not added_products.takes(x, x.mT, x[0], x), "columns that are not contiguous"
     assert not added_products.takes(x, x[:1].expand(2, 8, 8), x[0], x), "one for all samples"
+    assert added_products.takes(x, x, x[0], x)
+    assert not added_products.takes(x, x.half(), x[0], x) and not takes_of(torch.float32)
+    assert not added_products.takes(x, x[:1], x[0], x) and not added_products.takes(
+        x, x, x[0, :7], x
+    )
     monkeypatch.setattr(
         added_products, "current_device", lambda *_: Device("nvidia", "H", "sm_100", 148, 180)
     )
