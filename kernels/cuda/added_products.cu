@@ -179,8 +179,8 @@ __device__ __forceinline__ void write(
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) added_products(
     unsigned short* out, int batch, int m, int n, int tiles, int groups,
-    const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, const __grid_constant__ TensorMap w,
-    const __grid_constant__ TensorMap x) {
+    const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,
+    const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap x) {
     extern __shared__ char shared[];
     Ring ring{shared_address(shared)};
     if (ring.base % 1024) asm volatile("trap;");  // swizzles are counted from there
