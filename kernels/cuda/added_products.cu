@@ -13,8 +13,8 @@
 // products take 0.46. A block owns up to 192 rows of w, which stay in shared memory, and takes
 // every so many-th sample; blocks of the same samples lie side by side, so that they read b and x
 // at the same time. One thread copies, into a ring of slots: a of a sample, b, and x in steps of 64
-// rows. Each warpgroup multiplies 64 rows. It may be a sample ahead of others, so that they multiply
-// while it writes.
+// rows. Each warpgroup multiplies 64 rows. It may be a sample ahead of others, so that they
+// multiply while it writes.
 //
 // b and x are multiplied as they lie, columns contiguous, in boxes of 64 rows of 64 columns. Output
 // is written by way of a piece of shared memory of each warp: bulk copies were no faster.
