@@ -1161,17 +1161,25 @@ class Conversion:
             )
         has_scales = self._has_scales
         self._watch = watch
-        if has_scales:
-            self._apply_handoffs(keep_classes=True)
-        if self.regime == COMPILED and not self.has_switches:
-            self.has_switches = True
-            self.use_routes({name: site.routes for name, site in self.sites.items()}, self.plain)
+        try:
+            if has_scales:
+                self._apply_handoffs(keep_classes=True)
+                self._apply_crosses(keep_classes=True)
+            if self.regime == COMPILED and not self.has_switches:
+                self.has_switches = True
+                routes = {name: site.routes for name, site in self.sites.items()}
+                self.use_routes(routes, self.plain, keep_classes=True)
+        except BaseException:
+            self._watch = None
+            raise
 
     def end_watch(self) -> None:
         """Allow other changes again; for `DriftWatch`."""
         self._watch = None
-        if self._has_scales:
+        # Of sequences that a newer conversion determines it does.
+        if self._has_scales and all(map(self.determines, self.sites)):
             self._apply_handoffs(keep_classes=True)
+            self._apply_crosses(keep_classes=True)
 
     @property
     def _has_scales(self) -> bool:

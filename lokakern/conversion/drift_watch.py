@@ -109,6 +109,7 @@ class _WindowProbe(Probe):
         self._sampler.trains_only = self._sampler.draws_late = True
         self._hand_over, self._turned = hand_over, turned
         self._has_window, self._windows = False, 0
+        self._is_counted = False  # in `WATCHED`
         self._before: list[list[int]] = []  # hooks of others that come before ours
         self._backward = NO_BACKWARD  # the backward pass in which the window's step ended
         recorders: dict[str, Any] = self._recorders
@@ -119,11 +120,17 @@ class _WindowProbe(Probe):
     def start(self) -> None:
         self._kernel.compile()
         super().start()
-        WATCHED.update(self._modules.values())
+        for module in self._modules.values():
+            WATCHED[module] = WATCHED.get(module, 0) + 1
+        self._is_counted = True
 
     def _remove_hooks(self) -> None:
         super()._remove_hooks()
-        WATCHED.difference_update(self._modules.values())
+        for module in self._modules.values() if self._is_counted else ():
+            WATCHED[module] -= 1
+            if not WATCHED[module]:
+                del WATCHED[module]
+        self._is_counted = False
 
     def _parameter_of(self, name: str) -> Tensor | None:
         weight: Any = self._modules[name]._parameters.get("weight")
@@ -173,9 +180,10 @@ class _WindowProbe(Probe):
         if are_new:  # each in its place among the hooks of others
             for handle, keys in zip(self._site_handles, self._before, strict=False):
                 hooks = handle.hooks_dict_ref()
-                for key in (handle.id, *reversed(keys)):
-                    if key in hooks:
-                        hooks.move_to_end(key, last=False)
+                others = [key for key in hooks if key != handle.id]
+                place = max((i + 1 for i, key in enumerate(others) if key in keys), default=0)
+                for key in (handle.id, *others[place:]):
+                    hooks.move_to_end(key)
 
     def _is_due(self) -> bool:
         since = self._steps % self.every
@@ -280,31 +288,43 @@ class DriftWatch:
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             NATIVE.ask()  # for samples, and their numbers
         self._conversion.begin_watch(self)
+        try:
+            probe = self._probe_of_layers()
+        except BaseException:
+            self._conversion.end_watch()
+            raise
+        if probe is None:
+            self._conversion.end_watch()
+            warnings.warn("watch: no layer is quantized, and nothing is watched", stacklevel=2)
+            return
+        self._probe = probe
+        try:
+            self._probe.start()
+        except BaseException:
+            self.stop(wait=False)
+            raise
+
+    def _probe_of_layers(self) -> _WindowProbe | None:
+        """A probe of the quantized layers, with its judge; None without any."""
         quantized = self._quantized()  # with switches fewer than before
         self.unseen = [name for name in self.unseen if name in quantized]
         modules = {id(self._conversion.sites[name].module): name for name in quantized}
         layers = [m for m in self._conversion.model.modules() if id(m) in modules and is_layer(m)]
         if not layers:
-            self._conversion.end_watch()
-            warnings.warn("watch: no layer is quantized, and nothing is watched", stacklevel=2)
-            return
+            return None
         watched = {id(layer) for layer in layers}
         others = [name for module, name in modules.items() if module not in watched]
         if others:
             warnings.warn(
                 f"watch: {', '.join(others)} are quantized, and not watched, as no module of the "
                 "model is called for them",
-                stacklevel=2,
+                stacklevel=3,
             )
-        try:
-            probe = _WindowProbe(
-                self._conversion.model, self._every, self._hand_over, self.apply,
-                check="off", seed=self._seed + self._earlier,
-                filter=lambda module, _: id(module) in watched,
-            )  # fmt: skip
-        except BaseException:
-            self._conversion.end_watch()
-            raise
+        probe = _WindowProbe(
+            self._conversion.model, self._every, self._hand_over, self.apply,
+            check="off", seed=self._seed + self._earlier,
+            filter=lambda module, _: id(module) in watched,
+        )  # fmt: skip
         names = {modules[module] for module in watched}
         self._kernels = {
             (name, route.gemm): kernels
@@ -315,12 +335,7 @@ class DriftWatch:
         self._judge = probe.judge = DriftJudge(
             self._kernels, self._report, self._budget, lambda: set(tuple(self._off))
         )  # fmt: skip
-        self._probe = probe
-        try:
-            self._probe.start()
-        except BaseException:
-            self.stop(wait=False)
-            raise
+        return probe
 
     def stop(self, wait: bool = True) -> None:
         """Watch no more; products stay as they are. With ``wait``, judge what was handed over."""

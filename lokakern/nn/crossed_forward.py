@@ -187,6 +187,7 @@ class CrossedForward:
     _nested: tuple[tuple[nn.Module, tuple[nn.Module | None, ...]], ...] = ()
     _of_one_mode: tuple[nn.Module, ...] = ()  # where the forward depends on modes
     _missing: tuple[str, ...] = ()  # names of attributes that a forward asked for in vain
+    _none: tuple[str, ...] = ()  # and of parameters and buffers that were None
     _handed_on: tuple[str, ...] = ()  # arguments that may be None
     # By shapes of inputs, whether no plan holds.
     _is_idle_at: dict[tuple[torch.Size, ...], bool] | None = None
@@ -251,6 +252,10 @@ class CrossedForward:
             self._read = (*(x for x in module._modules if x in names and x != CHILD), CHILD)
         self._read_children = children_of(module, self._read)
         self._missing = tuple(sorted(x for x in names or () if not hasattr(module, x)))
+        tensors = {**module._parameters, **module._buffers}
+        self._none = tuple(
+            x for x, now in tensors.items() if now is None and (names is None or x in names)
+        )
         self._own_forward = type(module).forward
         reads = {(id(x[0]), x[1]): x for graph in graphs for x in reads_of(graph)}
         self._of_children = [x for x in reads.values() if x[1] not in (CHILDREN, MODE)]
@@ -303,8 +308,8 @@ class CrossedForward:
             self._functions.append(_function(source, tuple(sorted(self._names.items()))))
         self._only_function = self._functions[0]
         others = (
-            self._values, self._of_class, self._missing, self._of_children, self._tied,
-            self._nested,
+            self._values, self._of_class, self._missing, self._none, self._of_children,
+            self._tied, self._nested,
         )  # fmt: skip
         is_more = any(others) or any(isinstance(child, _LISTS) for child in self._children)
         self._only_children = None if is_more else tuple(self._children)
@@ -438,15 +443,20 @@ class CrossedForward:
         for name in self._missing:
             if hasattr(self.module, name):
                 return False
+        for name in self._none:
+            if getattr(self.module, name, None) is not None:
+                return False
         for owner, inner in self._nested:
             if not _are_same(list(owner._modules.values()), inner):
                 return False
         for child, name, value in self._of_children:
             now = getattr(child, name, MISSING)
             if type(value) is Method:
+                if name == "forward" and crossed_of(child) is not None:
+                    now = type(child).forward  # ours computes the same
                 if getattr(now, "__func__", now) is not value.function:
                     return False
-            elif value == PRESENT:
+            elif type(value) is str and value == PRESENT:
                 if not isinstance(now, Tensor):
                     return False
             elif not _is_same(now, value):

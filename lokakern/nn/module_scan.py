@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd as _Convolution
 
-# What a watch looks at in some steps, without hooks in others: nothing may take its place.
-WATCHED: WeakSet[nn.Module] = WeakSet()
+# What watches look at in some steps, without hooks in others, and how many do: nothing may take its
+# place.
+WATCHED: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 ModuleFilter = Callable[[nn.Module, str], bool]
 INNER = "it is multiplied as a part of another layer"
 NOT_SHOWN = "no forward of its module shows a product of rows with it"

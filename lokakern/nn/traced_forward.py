@@ -339,20 +339,20 @@ def _settings_read(
                 found.append((self, CHILDREN, ()))  # one of them, or a parameter
                 if not any(name in vars(self)[x] for x in _OF_OTHERS):
                     found.append((self, name, MISSING))
-                elif name in vars(self)["_parameters"]:
-                    is_there = vars(self)["_parameters"][name] is not None
-                    found.append((self, name, PRESENT if is_there else None))
+                for tensors in (vars(self)["_parameters"], vars(self)["_buffers"]):
+                    if name in tensors:
+                        is_there = tensors[name] is not None
+                        found.append((self, name, PRESENT if is_there else None))
             raise
         if self is not parent:
             is_own = name not in _OF_MODULES and name in object.__getattribute__(self, "__dict__")
             is_known = is_own or name in (CHILDREN, MODE) or is_setting(value)
-            is_method = type(value) is MethodType and value.__self__ is self and not is_own
-            if is_method and (name == "forward" or name not in _OF_MODULES):
-                value_noted: Any = Method(value.__func__)
-            else:
-                value_noted = value
-            if (is_known or value_noted is not value) and _is_read_by_user():
-                found.append((self, name, value_noted))
+            is_method = type(value) is MethodType and (name == "forward" or name not in _OF_MODULES)
+            if is_method and getattr(type(self), name, None) is value.__func__ and not is_own:
+                if _is_read_by_user():
+                    found.append((self, name, Method(value.__func__)))
+            elif is_known and _is_read_by_user():
+                found.append((self, name, value))
         return value
 
     # Modules have none of their own, as their __getattr__ gets only what is no attribute.

@@ -33,6 +33,7 @@ from lokakern.conversion.drift_watch import (
 from lokakern.conversion.routes import GEMMS
 from lokakern.errors import ShapeError, UnsupportedError
 from lokakern.nn.block_rms_norm import BlockRMSNorm
+from lokakern.nn.module_scan import WATCHED
 from lokakern.nn.routed_matmul import has_switch, kernels_of, switched, traced_route, turn
 from lokakern.probe.replay import replay
 from lokakern.probe.windows import SiteWindow, transfers_of
@@ -849,8 +850,10 @@ def test_all_steps_have_the_scales_that_are_judged(is_compiled: bool, tmp_path: 
     x = torch.randn(M, 256).abs() * 1e-5
     x[:, 0] = -1.0  # most of a row's norm, which the relu takes away
     x = x.bfloat16()
-    assert handle._has_scales
+    kind = type(model)
+    assert handle._has_scales and kind is not nn.Sequential
     with handle.watch(budget=0.06, every=3) as watch:
+        assert type(model) is kind, "compilers would not enter another one"
         probe: Any = watch._probe
         outputs: dict[bool, Tensor] = {}
         for _ in range(6):
@@ -893,6 +896,14 @@ def test_hooks_of_users_stay_in_their_order() -> None:
             assert [now if key == ours else key for key in place] == list(hooks)
         # A setter of torch would drop the hooks that C++ has.
         assert weight._backward_hooks is of_weight
+        Training(model, watch).run(1)
+        assert not probe.is_sampling
+        handles.append(layer.register_forward_hook(noted("first"), prepend=True))
+        Training(model, watch).run(2)
+        assert probe.is_sampling
+        called.clear()
+        Training(model, watch).run(2)
+    assert called[:2] == ["first", "before"] == called[-4:-2]
 
 
 def test_mods_leave_what_is_watched_alone() -> None:
@@ -913,6 +924,36 @@ def test_mods_leave_what_is_watched_alone() -> None:
         training.run(5)
         assert watch.unseen == []
     assert any(x.is_done for x in mods.apply(model, [mods.FuseShared()]))
+
+
+def test_what_two_watch_is_watched_until_both_end() -> None:
+    model = model_of()
+    first = lokakern.convert(model, kernels="tensor").watch(budget=0.06, every=3)
+    first.start()
+    newer = lokakern.convert(model, kernels="tensor")
+    with newer.watch(budget=0.06, every=3), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        first.stop()
+        assert set(WATCHED.values()) == {1}
+    assert not len(WATCHED)
+
+
+@pytest.mark.parametrize("name", ["DriftJudge", "_WindowProbe"])
+def test_a_watch_that_does_not_begin_leaves_the_conversion_as_it_was(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no room")
+
+    handle = lokakern.convert(model_of(), kernels="tensor")
+    with monkeypatch.context() as patch:
+        patch.setattr(drift_watch, name, refuse)
+        with pytest.raises(RuntimeError, match="no room"):
+            handle.watch(budget=0.06).start()
+    assert not len(WATCHED)
+    with handle.watch(budget=0.06):
+        pass
+    handle.undo()
 
 
 def test_a_hook_that_goes_while_another_thread_calls_the_module() -> None:

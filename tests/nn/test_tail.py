@@ -663,11 +663,23 @@ def test_attributes_that_come_later(given: dict[str, Any], is_warm: bool) -> Non
     assert torch.equal(run(x), Asking.forward(model, x))
 
 
+class Alike:
+    """An object that cannot say whether it equals another one."""
+
+    def __eq__(self, _: object) -> bool:
+        raise ValueError("which of my elements?")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 class Helper(nn.Module):
     """A child whose method is called, and which may have a bias."""
 
     def __init__(self, bias: bool) -> None:
         super().__init__()
+        self.alike = Alike()
+        self.register_buffer("mask", None)
+        self.again = Linear(K, K)
         self.bias = nn.Parameter(torch.randn(K)) if bias else None
         self.inner = Linear(K, K, bias=bias)
 
@@ -675,16 +687,19 @@ class Helper(nn.Module):
         return x * 2.0
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + 1.0
+        return F.relu(self.again(x)) + 1.0
 
 
 class Helped(One):
     def __init__(self, bias: bool) -> None:
         super().__init__()
         self.helper = Helper(bias)
+        self.register_parameter("own", None)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.helper.forward(self.helper.scaled(F.relu(self.fc(x))))
+        y = y if self.helper.alike and self.helper.mask is None else y * self.helper.mask
+        y = y if self.own is None else y - self.own
         y = y if self.helper.bias is None else y + self.helper.bias
         return y if self.helper.inner.bias is None else -y
 
@@ -706,8 +721,9 @@ class OtherHelper(Helper):
         (True, lambda patch, x: setattr(x.inner, "bias", None)),
         (False, lambda patch, x: setattr(x, "bias", nn.Parameter(torch.ones(K).bfloat16()))),
         (False, lambda patch, x: setattr(x.inner, "bias", nn.Parameter(torch.ones(K)))),
+        (True, lambda patch, x: setattr(x, "mask", torch.zeros(K).bfloat16())),
     ],
-    ids=["method", "forward", "own", "class", "bias", "inner", "new bias", "new inner"],
+    ids=["method", "forward", "own", "class", "bias", "inner", "new bias", "new inner", "mask"],
 )
 def test_methods_and_parameters_of_children(
     bias: bool,
@@ -729,9 +745,30 @@ def test_methods_and_parameters_of_children(
     found = crossed_of(model)
     assert found is not None and not found.is_as_traced
     assert torch.equal(model(x), Helped.forward(model, x))
-    # Of no model compiled code checks for methods that a class gets later.
+    # Of no model does compiled code check for methods that a class gets later.
     if not (is_warm and request.node.callspec.id.startswith(("method", "forward"))):
         assert torch.equal(run(x), Helped.forward(model, x))
+
+
+def test_a_parameter_of_its_own_that_comes_later() -> None:
+    model, x = Helped(bias=True).bfloat16(), rows(32).requires_grad_()
+    set_tails(model)
+    run = compiled(model, fullgraph=True)
+    assert calls_of(run, x) == 1
+    model.own = nn.Parameter(torch.ones(K).bfloat16())
+    assert torch.equal(run(x), Helped.forward(model, x))
+
+
+def test_a_child_whose_forward_is_called_may_have_tails() -> None:
+    model, x = Helped(bias=True).bfloat16(), rows(32).requires_grad_()
+    set_tails(model)
+    set_tails(model.helper)
+    twin = pickle.loads(pickle.dumps(model))
+    for each in (model, copy.deepcopy(model), twin):
+        crossed = crossed_of(each)
+        assert crossed is not None and crossed.is_as_traced
+        torch._dynamo.reset()
+        assert torch.equal(compiled(each, fullgraph=True)(x), Helped.forward(each, x))
 
 
 class Whole(One):
