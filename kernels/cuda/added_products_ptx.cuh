@@ -5,6 +5,7 @@
 #define A_TYPE e4m3  // of products of FP8, of which there are none here
 #define B_TYPE e4m3
 #include "hopper.cuh"
+#include "quantize_long_ptx.cuh"
 #include "whole_products.cuh"
 
 #if IS_FLOAT16
@@ -59,16 +60,4 @@ static __device__ __forceinline__ unsigned rounded_pair(float first, float secon
     unsigned pair;
     asm("cvt.rn." HALF "x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
     return pair;
-}
-
-static __device__ __forceinline__ void load_shared_16_bytes(unsigned from, unsigned (&word)[4]) {
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
-                 : "r"(from) : "memory");
-}
-
-static __device__ __forceinline__ void store_16_bytes(void* to, const unsigned (&word)[4]) {
-    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(word[0]), "r"(word[1]),
-                 "r"(word[2]), "r"(word[3])
-                 : "memory");
 }

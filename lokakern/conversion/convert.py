@@ -1184,9 +1184,10 @@ class Conversion:
     @property
     def _has_scales(self) -> bool:
         """Whether inputs in a sequence have static scales."""
+        placed = placed_chains(self.spans, self.off_chains)
         for sequence in self.sequences:
             weight = next(sequence.parameters(), None)
-            modules, _ = chains_at(sequence, placed_chains(self.spans, self.off_chains))
+            modules, _ = chains_at(sequence, placed)
             if weight is not None and any(self._scales_of(modules, self._device_for(weight))):
                 return True
         return False
