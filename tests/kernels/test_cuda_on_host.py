@@ -20,10 +20,12 @@ from lokakern.kernels.cuda import (
     quantize_together,
 )
 from lokakern.measure.tiled_compare import compare_bytes, compare_sums
+from lokakern.nvrtc import Program
 from lokakern.quantized_tensor import pitch_of
 from lokakern.registry.register import KERNELS, load_kernels
 from lokakern.sums import error_bound
 from lokakern.types import GROUP, Format, Granularity, QuantizedTensor
+from tests.support import cuda_host_launch
 from tests.support.cuda_host_launch import (
     HALF_HEADER,
     HEADER,
@@ -60,6 +62,25 @@ def on_host(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name in ((quantize_tile, "bind_scales"), (quantize_together, "bind_tiles")):
         monkeypatch.setattr(module, name, functools.cache(getattr(module, name).__wrapped__))
     monkeypatch.setattr(quantize_tensor, "_units", lambda index: 3)
+
+
+def test_programs_in_one_process_share_no_memory(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = folder / "counting.cu"
+    source.write_text("""
+inline unsigned count() {
+    __shared__ unsigned calls;
+    return ++calls;
+}
+""")
+    call = 'extern "C" unsigned launch() { return count(); }'
+    monkeypatch.setitem(cuda_host_launch.CALLS, "count", call)
+    first, second = (
+        cuda_host_launch.compiled(folder, Program(str(source), "count", (("NUMBER", number),)))
+        for number in (1, 2)
+    )
+    assert [first(), first(), second()] == [1, 2, 1]
 
 
 def hostile(rows: int, columns: int, source: torch.dtype) -> Tensor:

@@ -135,6 +135,7 @@ extern "C" void launch(unsigned blocks, unsigned threads, const char* x, unsigne
 }
 """,
 }
+EXPORTED = 'extern "C" __attribute__((visibility("default")))'
 C_TYPES = {"i": ctypes.c_int, "q": ctypes.c_longlong, "I": ctypes.c_uint}
 
 
@@ -160,7 +161,11 @@ def runtime() -> Path:
 @functools.cache
 def compiled(folder: Path, program: Program) -> Any:
     name = f"{Path(program.source).stem}_{'_'.join(str(value) for _, value in program.macros)}"
-    text = f'#include "{Path(program.source).name}"\n{CALLS[program.entry]}'
+    text = (
+        "#pragma GCC visibility push(hidden)\n"  # else programs in one process share static memory
+        f'#include "{Path(program.source).name}"\n'
+        "#pragma GCC visibility pop\n" + CALLS[program.entry].replace('extern "C"', EXPORTED)
+    )
     source = made_once(folder / f"{name}.cpp", lambda to: to.write_text(text))
     command = [
         *LINKER, *OPTIONS, "-shared", "-include", folder / "ptx.cuh",
