@@ -244,7 +244,7 @@ def placed_chains(
     """The chains of sequences, without those that are off, by the id of their first layer."""
     placed: dict[int, list[PlacedChain]] = {}
     for span in spans:
-        if isinstance(span.module, nn.Sequential):
+        if type(span) is Span and isinstance(span.module, nn.Sequential):
             modules = leaves(span.module)
             for chain in span.plan.chains:
                 first, last = span.found[chain.start], span.found[chain.stop - 1]

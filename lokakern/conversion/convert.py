@@ -43,6 +43,11 @@ from lokakern.conversion.cross_gradients import (
 from lokakern.conversion.cross_sites import CrossSpan, calls_blocks, calls_layers, planned_crosses
 from lokakern.conversion.delayed_scaling import DelayedScaling
 from lokakern.conversion.forced import FORCED, Forced, Kernels, forced_by, forced_routes
+from lokakern.conversion.inlined_forwards import (
+    InlinedForward,
+    calls_forwards,
+    planned_inlined,
+)
 from lokakern.conversion.kept_inputs import READERS, KeptInput, kept_inputs, total
 from lokakern.conversion.loss_limit import LossLimit, limit_loss
 from lokakern.conversion.main_grads import MainGrads
@@ -232,9 +237,9 @@ def convert(
             `lokakern.nn.static_handoff` and `lokakern.nn.tail`.
         chains: Whether, in inference, layers of an `nn.Sequential`, a `LinearNormAct`, and DCN's
             crosses ``x0 * layer(x) + x`` in forwards that torch.fx can trace may run as chains, in
-            one op with FP8 between the layers, where that was measured to be faster and the error
-            of each layer is within the budget, or its product safe by the report; see
-            `Conversion.explain`.
+            one op with FP8 between the layers, also across forwards of a module's children, where
+            that was measured to be faster and the error of each layer is within the budget, or its
+            product safe by the report; see `Conversion.explain`.
         weight_scales: Granularities of weights, of "tensor", "row" and "128x128"; None: all. With
             ["tensor"] FSDP2 can gather them as FP8, see `lokakern.distributed.fsdp2_gather`.
         check: ``"every:rows"``, such as "1000:64": in every 1000th call of each FP8 product,
@@ -439,6 +444,8 @@ class Conversion:
         self._block_callers = [m for m in model.modules() if inference and calls_blocks(m)]
         if inference:
             self._block_callers += [m for m in model.modules() if type(m) in PASSING_MASKS]
+        # In whose forwards those of others may be.
+        self._outer_callers = [m for m in model.modules() if inference and calls_forwards(m)]
         self.left_crosses: dict[str, str] = {}  # reasons
         self.spans: list[Span] = []  # layers that may be chains
         self.off_chains: frozenset[ChainSites] = frozenset()  # by tuning
@@ -453,6 +460,7 @@ class Conversion:
         self.why_no_chains = ""
         self._step_host: StepHost | None = None  # of training, where it is known
         self._tails: dict[int, list[FoundTail]] = {}  # of callers, by id
+        self._inlined: dict[int, InlinedForward] = {}  # of outer callers, by id
         self._behind_crosses: dict[str, CrossGradients] = {}  # by the name of the last layer
         self._untimed: set[tuple[int, int, str]] = set()  # n and k of the reading layer, activation
         self._model = weakref.ref(model)
@@ -507,7 +515,7 @@ class Conversion:
         self.untuned = chosen
         self.over_limit, self.over_limit_chains = {}, frozenset()
         before = chain_texts(self.spans)
-        self.spans, self._tails = [], {}
+        self.spans, self._tails, self._inlined = [], {}, {}
         self._forget_watches()
         changed = self.use_routes(chosen, off_chains=(), has_relus=True)
         self.spans = self._planned()  # of layers that have their routes
@@ -632,12 +640,25 @@ class Conversion:
         others = {key: site for key, site in names.items() if site not in crossed}
         tails = planned_tail_chains(found, others, routes, judge_of, scales_of, verdicts)
         blocks = {site for tail in tails for site in tail.in_blocks}
-        return [*(x for x in spans if blocks.isdisjoint(x.sites)), *crosses, *tails]
+        spans = [*(x for x in spans if blocks.isdisjoint(x.sites)), *crosses, *tails]
+
+        def plan(module: nn.Module, tails: Sequence[FoundTail]) -> list[TailSpan]:
+            found = [(module, tails)]
+            return planned_tail_chains(found, others, routes, judge_of, scales_of, verdicts)
+
+        with_crosses = {id(x.module) for x in crosses if x.plan.chains}
+        spans, self._inlined = planned_inlined(self._outer_callers, spans, plan, with_crosses)
+        return spans
 
     @property
     def _all_callers(self) -> list[nn.Module]:
         """Modules that call layers or blocks of them."""
         return list({id(x): x for x in (*self.callers, *self._block_callers)}.values())
+
+    @property
+    def _changed_callers(self) -> list[nn.Module]:
+        """Those whose forwards may be traced ones, and modules that call such ones."""
+        return list({id(x): x for x in (*self._all_callers, *self._outer_callers)}.values())
 
     def _scales_of(self, modules: Sequence[nn.Module], device: Device) -> tuple[str, ...]:
         """Static scale of the input of each of several modules in a row, or ""."""
@@ -852,7 +873,12 @@ class Conversion:
 
         With ``keeps_off`` layers of a chain that is off stay one call.
         """
-        children = (x for x in children_of(module) if x is not None)
+        inlined = self._inlined.get(id(module))
+        if inlined is None and all(module is not x for x in self._all_callers):
+            return []
+        names = () if inlined is None else inlined.names
+        parts = [module, *map(module.get_submodule, names)]
+        children = [x for part in parts for x in children_of(part) if x is not None]
         layer = next((x for x in leaves(children) if is_linear(x)), None)
         if not self._between or isinstance(self._wanted, Forced) or layer is None:
             return []
@@ -863,7 +889,7 @@ class Conversion:
             chains = [tail for tail in chains if tail.chain]
         if id(module) not in self._tails and not (has_relus or is_joined or chains):
             return []
-        found = self._tails_found_in(module)
+        found = self._tails_found_in(module) if inlined is None else inlined.tails
         try:
             tails = planned_tails(found, module, has_relus=has_relus, is_joined=is_joined)
         except AttributeError:  # a child was removed since
@@ -947,7 +973,7 @@ class Conversion:
             for module, text in zip(handoff.modules, getattr(handoff, column), strict=True)
             if text and id(module) in names
         }
-        for module in self._all_callers:
+        for module in self._changed_callers:
             crossed = crossed_of(module)
             for tail in crossed.tails if crossed is not None and crossed.is_as_traced else ():
                 layer, text = module.get_submodule(tail.names[0]), getattr(tail, column)
@@ -957,7 +983,7 @@ class Conversion:
 
     def _apply_crosses(self, keep_classes: bool) -> None:
         """Set the chains of crosses, and plans of tails, in the modules that call their layers."""
-        for module in self._all_callers:
+        for module in self._changed_callers:
             crosses = [
                 cross for span in self.spans
                 if isinstance(span, CrossSpan) and span.module is module
@@ -971,7 +997,9 @@ class Conversion:
             plans = [*(plan for _, plan in crosses), *(tail.plan for tail in tails)]
             if any(plans) or is_of_others or is_kept:
                 try:
-                    set_crosses(module, crosses, self._key, tails)
+                    inlined = self._inlined.get(id(module))
+                    names = () if inlined is None else inlined.names
+                    set_crosses(module, crosses, self._key, tails, names)
                 except UnsupportedError:  # the module was changed since a refresh
                     if crosses:
                         raise
@@ -1687,14 +1715,15 @@ class Conversion:
             self._delayed.forget()
         for sequence in self.sequences:
             remove_handoff(sequence, self._key)
-        for module in self._all_callers:
+        for module in self._changed_callers:
             remove_crosses(module, self._key)
         for owner in self._raw_owners():
             renew_products(owner)
         set_fast_paths(self._owners)
         self.sites, self._modules, self.sequences, self._owners = {}, {}, [], []
         self.fused, self.callers, self.spans, self.left_crosses = [], [], [], {}
-        self._block_callers, self._tails = [], {}
+        self._block_callers, self._outer_callers = [], []
+        self._tails, self._inlined = {}, {}
 
     def __len__(self) -> int:
         return len(self.sites)

@@ -274,19 +274,29 @@ def _tensors_moved(tail: FoundTail, layer: FoundLayer, module: nn.Module) -> int
 def _runs_by_names(tails: Sequence[FoundTail], module: nn.Module) -> list[Names]:
     """The runs of a module, each told by the names of its tails, once.
 
-    Tails are alone where they cannot move to the first layer of their run, or where a layer comes
-    twice: in a run or in two.
+    They end where a tail cannot move to the first layer of its run. Tails are alone where a layer
+    comes twice: in a run or in two.
     """
     runs = {
-        tuple(tail.names for tail in run): joined_run(run, module) is not None
-        for run in runs_of(tails, module)
-    }
+        tuple(tail.names for tail in part): None
+        for run in runs_of(tails, module) for part in _movable(run, module)
+    }  # fmt: skip
     times = Counter(tail[0] for run in runs for tail in run)
     parts: list[Names] = []
-    for run, can_move in runs.items():
-        is_one = can_move and all(times[tail[0]] == 1 for tail in run)
-        parts += [run] if is_one else [(tail,) for tail in run]
+    for run in runs:
+        parts += [run] if all(times[tail[0]] == 1 for tail in run) else [(tail,) for tail in run]
     return list(dict.fromkeys(parts))
+
+
+def _movable(run: Sequence[FoundTail], module: nn.Module) -> Iterator[list[FoundTail]]:
+    """Parts of a run whose tails can move to the first layer of their part."""
+    part: list[FoundTail] = []
+    for tail in run:
+        if part and joined_run([*part, tail], module) is None:
+            yield part
+            part = []
+        part.append(tail)
+    yield part
 
 
 def _parts(

@@ -6,7 +6,7 @@ is left alone, without a reason: most modules have nothing to gain.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import nn
 
@@ -19,9 +19,15 @@ from lokakern.nn.tail import FoundTail, tails_in
 from lokakern.nn.traced_forward import looks_up
 
 
-def found_tails(module: nn.Module) -> list[FoundTail]:
-    """The layers with tails in the forward of a module, in training or in evaluation."""
-    found_in = [x for x in children_of(module) if x is not None]
+def found_tails(module: nn.Module, inlined: Sequence[str] = ()) -> list[FoundTail]:
+    """The layers with tails in the forward of a module, in training or in evaluation.
+
+    Args:
+        module: The module.
+        inlined: Names of modules in it whose forwards are parts of its own.
+    """
+    parts = [module, *map(module.get_submodule, inlined)]
+    found_in = [x for part in parts for x in children_of(part) if x is not None]
     children = {id(child) for child in found_in}
     layers = [x for x in leaves(found_in) if isinstance(x, nn.Linear) and type(x) in LINEARS_OF_ANY]
     if not any(layer.weight.dtype in CAST for layer in layers):
@@ -35,7 +41,7 @@ def found_tails(module: nn.Module) -> list[FoundTail]:
     if before is not None or is_disabled or looks_up(kind):
         return []
     try:
-        graphs, _ = graphs_of(module)
+        graphs, _ = graphs_of(module, inlined)
     except (UnsupportedError, TypeError, ValueError):  # also of a forward without a signature
         return []
     found = [tail for graph in graphs for tail in tails_in(graph, module)]

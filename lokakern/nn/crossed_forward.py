@@ -22,7 +22,7 @@ import inspect
 import operator
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -58,7 +58,8 @@ from lokakern.nn.joined import joined_way
 from lokakern.nn.linear import Linear, is_linear
 from lokakern.nn.raw_pattern import FoundProduct, products_in
 from lokakern.nn.raw_product import CHILD, products_of
-from lokakern.nn.rectified import traced_way
+from lokakern.nn.rectified import has_backward_hooks, traced_way
+from lokakern.nn.static_handoff import BoundedSequential
 from lokakern.nn.tail import (
     FoundTail,
     Tail,
@@ -76,6 +77,7 @@ from lokakern.nn.traced_forward import (
     PASSING_MASKS,
     PRESENT,
     Method,
+    is_row,
     is_setting,
     is_traceable,
     masks_passed,
@@ -107,11 +109,20 @@ class Cross(NamedTuple):
 
 
 class Crosses(NamedTuple):
-    """The crosses of a conversion in a module, and its layers with tails."""
+    """The crosses of a conversion in a module, and its layers with tails.
+
+    Attributes:
+        key: Of the conversion.
+        crosses: The crosses.
+        tails: The layers with tails.
+        inlined: Names of modules in it whose forwards are parts of its own, so that a tail may be
+            in several of them; without crosses.
+    """
 
     key: str
     crosses: tuple[Cross, ...]
     tails: tuple[Tail, ...] = ()
+    inlined: tuple[str, ...] = ()
 
 
 def cross(plan: str, x0: Tensor, x: Tensor, input: Tensor, *layers: nn.Module) -> Tensor:
@@ -186,6 +197,8 @@ class CrossedForward:
     # Modules with children that a forward looked into, or that are in `_between`, and these.
     _nested: tuple[tuple[nn.Module, tuple[nn.Module | None, ...]], ...] = ()
     _of_one_mode: tuple[nn.Module, ...] = ()  # where the forward depends on modes
+    # Modules whose forwards are parts of this one, each with the forward of its class.
+    _inlined: tuple[tuple[nn.Module, Any], ...] = ()
     _missing: tuple[str, ...] = ()  # names of attributes that a forward asked for in vain
     _none: tuple[str, ...] = ()  # and of parameters and buffers that were None
     _handed_on: tuple[str, ...] = ()  # arguments that may be None
@@ -198,11 +211,11 @@ class CrossedForward:
         self, module: nn.Module, before: Callable[..., Any] | None, settings: tuple[Crosses, ...]
     ) -> None:
         self.module, self.before, self.settings = module, before, settings
-        _, crosses, tails = settings[-1] if settings else Crosses("", ())
+        _, crosses, tails, inlined = settings[-1] if settings else Crosses("", ())
         if crosses:  # in inference, which is no other mode
             graphs, self._defaults = [graph_of(module)], dict[str, Any]()
         else:
-            graphs, self._defaults = graphs_of(module)
+            graphs, self._defaults = graphs_of(module, inlined)
         self._arguments = tuple(inspect.signature(type(module).forward).parameters)[1:]
         if type(module) in PASSING_MASKS:
             self._handed_on = tuple(_defaults_of(module))
@@ -248,7 +261,7 @@ class CrossedForward:
         self._values |= without_fast_path(module)
         self._of_class = _settings_of(module, names)
         self._read = None
-        if names is not None:  # a compiler may be unable to read other children
+        if names is not None and CHILDREN not in names:  # a compiler may be unable to read others
             self._read = (*(x for x in module._modules if x in names and x != CHILD), CHILD)
         self._read_children = children_of(module, self._read)
         self._missing = tuple(sorted(x for x in names or () if not hasattr(module, x)))
@@ -256,7 +269,9 @@ class CrossedForward:
         self._none = tuple(
             x for x, now in tensors.items() if now is None and (names is None or x in names)
         )
-        self._own_forward = type(module).forward
+        self._own_forward = _forward_of(type(module))
+        within = [module.get_submodule(name) for name in inlined]
+        self._inlined = tuple((x, _forward_of(type(x))) for x in within)
         reads = {(id(x[0]), x[1]): x for graph in graphs for x in reads_of(graph)}
         self._of_children = [x for x in reads.values() if x[1] not in (CHILDREN, MODE)]
         self._tied = _tied_names(graphs, module)
@@ -267,12 +282,14 @@ class CrossedForward:
         looked_into = [x for x, name, _ in reads.values() if name == CHILDREN and x not in listed]
         inner_ones = (x for x, _ in self._between if x._modules)
         self._nested = tuple(
-            (x, tuple(x._modules.values())) for x in dict.fromkeys((*looked_into, *inner_ones))
+            (x, tuple(x._modules.values()))
+            for x in dict.fromkeys((*looked_into, *inner_ones, *within))
         )
         self._of_one_mode = ()
         if len(self._sources) > 1:
             asked_modes = [x for x, name, _ in reads.values() if name == MODE]
             children = [x for x in self._read_children if x is not None]
+            children += [x for inner in within for x in (inner, *inner.children())]
             self._of_one_mode = tuple(dict.fromkeys((*children, *asked_modes)))
         self._compile()
         self.take_plans(crosses, tails)
@@ -309,7 +326,7 @@ class CrossedForward:
         self._only_function = self._functions[0]
         others = (
             self._values, self._of_class, self._missing, self._none, self._of_children,
-            self._tied, self._nested,
+            self._tied, self._nested, self._inlined,
         )  # fmt: skip
         is_more = any(others) or any(isinstance(child, _LISTS) for child in self._children)
         self._only_children = None if is_more else tuple(self._children)
@@ -417,9 +434,10 @@ class CrossedForward:
     def has_setting(self, setting: Crosses) -> bool:
         """Whether these crosses and tails are those in effect, with these or other plans."""
         known = self.settings[-1] if self.settings else Crosses("", ())
-        return [[x.names for x in both] for both in known[1:]] == [
-            [x.names for x in both] for both in setting[1:]
+        is_alike = [[x.names for x in both] for both in known[1:3]] == [
+            [x.names for x in both] for both in setting[1:3]
         ]
+        return is_alike and known.inlined == setting.inlined
 
     @property
     def is_as_traced(self) -> bool:
@@ -430,9 +448,11 @@ class CrossedForward:
         for name, value in self._values.items():
             if name not in own or (own[name] is not value and not _is_same(own[name], value)):
                 return False
-        kind = type(self.module)
-        if kind.forward is not self._own_forward:
+        if _forward_of(type(self.module)) is not self._own_forward:
             return False
+        for inner_module, forward in self._inlined:
+            if not _runs(inner_module, forward):
+                return False
         for name, value in self._of_class.items():
             if name in own:
                 return False
@@ -472,7 +492,7 @@ class CrossedForward:
         known = self._only_children
         if known is None:
             return self.is_as_traced
-        if type(self.module).forward is not self._own_forward:
+        if _forward_of(type(self.module)) is not self._own_forward:
             return False
         return are_same(tuple(self.module._modules.values()), known)
 
@@ -483,7 +503,7 @@ class CrossedForward:
         And whether no dropout between calls that became one is in training: the order of calls
         would draw other numbers. And whether nothing that they move past writes to tensors now.
         """
-        if self._between and not is_compiling() and has_global_hooks():
+        if (self._between or self._inlined) and not is_compiling() and has_global_hooks():
             return False
         for other, kind in self._between:
             is_other = type(other) is not kind or has_own_call(other)
@@ -516,12 +536,15 @@ class CrossedForward:
             (child, name, Method(None) if isinstance(value, Method) else value)
             for child, name, value in self._of_children
         ]
+        inlined = tuple((module, None) for module, _ in self._inlined)
         return {**vars(self), "_names": names, "_functions": [], "_only_function": None,
-                "_is_idle_at": None, "_own_forward": None, "_of_children": of_children}  # fmt: skip
+                "_is_idle_at": None, "_own_forward": None, "_of_children": of_children,
+                "_inlined": inlined}  # fmt: skip
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._own_forward = type(self.module).forward
+        self._own_forward = _forward_of(type(self.module))
+        self._inlined = tuple((module, _forward_of(type(module))) for module, _ in self._inlined)
         # Functions of local classes cannot be pickled, and a copy follows the class of its module.
         self._of_children = [
             (child, name, Method(getattr(type(child), name, None)))
@@ -576,19 +599,36 @@ def graph_of(module: nn.Module) -> fx.Graph:
     return graph
 
 
-def graphs_of(module: nn.Module) -> tuple[list[fx.Graph], dict[str, Any]]:
+def graphs_of(
+    module: nn.Module, inlined: Sequence[str] = ()
+) -> tuple[list[fx.Graph], dict[str, Any]]:
     """The graphs of a forward in training and in evaluation, or one for both, and the defaults.
 
     They are those of calls without optional arguments, but for layers of torch that hand these on.
 
+    Args:
+        module: The module.
+        inlined: Names of modules in it whose forwards are parts of the graphs.
+
     Raises:
-        UnsupportedError: The forward cannot be traced, has any number of arguments, or calls all
-            children of the module.
+        UnsupportedError: The forward cannot be traced, has any number of arguments, calls all
+            children of the module by no `nn.Sequential`, or a module is not there.
     """
     is_passing = type(module) in PASSING_MASKS
     defaults = {} if is_passing else _defaults_of(module)
-    with uncrossed(module), _a_product(module), masks_passed() if is_passing else nullcontext():
-        both = traced_modes(module, defaults)
+    try:
+        within = [module.get_submodule(name) for name in inlined]
+    except AttributeError as error:
+        raise UnsupportedError(f"a {type(module).__name__} has changed: {error}") from error
+    with ExitStack() as stack:
+        for each in (module, *within):
+            stack.enter_context(uncrossed(each))
+            stack.enter_context(_in_a_row(each))
+        if not is_row(type(module)):
+            stack.enter_context(_a_product(module))
+        if is_passing:
+            stack.enter_context(masks_passed())
+        both = traced_modes(module, defaults, within)
     for graph in both:
         follow_sums_in_place(graph, module)
         if any(str(node.target).startswith(CHILD) for node in graph.nodes):
@@ -613,6 +653,33 @@ def _defaults_of(module: nn.Module) -> dict[str, Any]:
         if is_optional:
             found[name] = parameter.default
     return found
+
+
+@contextmanager
+def _in_a_row(module: nn.Module) -> Iterator[None]:
+    """A sequence of ours as `nn.Sequential` in the block, which can be traced."""
+    is_ours = type(module) is BoundedSequential
+    if is_ours:
+        module.__class__ = nn.Sequential
+    try:
+        yield
+    finally:
+        if is_ours:
+            module.__class__ = BoundedSequential
+
+
+def _forward_of(kind: type[nn.Module]) -> Any:
+    """The forward of a class; a sequence of ours computes that of `nn.Sequential`."""
+    return nn.Sequential.forward if kind is BoundedSequential else kind.forward
+
+
+def _runs(module: nn.Module, forward: Any) -> bool:
+    """Whether a call of a module runs this forward of its class alone, or ours in its place."""
+    if module._forward_hooks or module._forward_pre_hooks or has_backward_hooks(module):
+        return False
+    if module._compiled_call_impl is not None or _forward_of(type(module)) is not forward:
+        return False
+    return crossed_of(module) is not None or not has_own_call(module)
 
 
 @contextmanager
@@ -673,7 +740,7 @@ def _settings_of(module: nn.Module, names: set[str] | None) -> dict[str, Any]:
 
     Of the latter only these names.
     """
-    mro = type(module).__mro__
+    mro = nn.Sequential.__mro__ if type(module) is BoundedSequential else type(module).__mro__
     found: dict[str, Any] = {}
     for base in mro[: mro.index(nn.Module)]:
         for name, value in vars(base).items():
@@ -748,7 +815,11 @@ def crossed_of(module: nn.Module) -> CrossedForward | None:
 
 
 def set_crosses(
-    module: nn.Module, crosses: Sequence[Cross], key: str = "", tails: Sequence[Tail] = ()
+    module: nn.Module,
+    crosses: Sequence[Cross],
+    key: str = "",
+    tails: Sequence[Tail] = (),
+    inlined: Sequence[str] = (),
 ) -> None:
     """Run crosses and tails of a module by plans; the layers keep the FP8 weights that they read.
 
@@ -757,6 +828,7 @@ def set_crosses(
         crosses: The crosses.
         key: Of the conversion.
         tails: The layers with tails.
+        inlined: As of `Crosses`.
 
     Raises:
         UnsupportedError: The forward cannot be traced, or a cross or its layers are others than
@@ -776,7 +848,8 @@ def set_crosses(
             )
     crossed = crossed_of(module)
     before = vars(module).get("forward") if crossed is None else crossed.before
-    settings = (*_others(module, key), Crosses(key, tuple(crosses), tuple(tails)))
+    newest = Crosses(key, tuple(crosses), tuple(tails), tuple(inlined))
+    settings = (*_others(module, key), newest)
     made = crossed
     if crossed is None or not crossed.is_as_traced or not crossed.has_setting(settings[-1]):
         made = CrossedForward(module, before, settings)

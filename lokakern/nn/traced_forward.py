@@ -12,7 +12,7 @@ import operator
 import os
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -78,7 +78,7 @@ def in_place_divide(x: Any, y: Any) -> Any:
 
 
 class Method(NamedTuple):
-    """In the place of a value: the function of a method that a forward called."""
+    """In the place of a value: the function of a method, or what else a forward read of a class."""
 
     function: Any
 
@@ -144,9 +144,10 @@ class _Tracer(fx.Tracer):
     # Else reads of buffers are constants, and writes to them happen when the forward is traced.
     proxy_buffer_attributes = True
 
-    def __init__(self, defaults: Mapping[str, Any]) -> None:
+    def __init__(self, defaults: Mapping[str, Any], inlined: Collection[nn.Module]) -> None:
         super().__init__()
         self._modes, self._defaults = _modes(), defaults
+        self._inlined = {id(module) for module in inlined}
 
     def create_args_for_root(self, *arguments: Any, **options: Any) -> tuple[Any, list[Any]]:
         function, given = super().create_args_for_root(*arguments, **options)
@@ -158,7 +159,7 @@ class _Tracer(fx.Tracer):
         return function, given
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return True
+        return id(m) not in self._inlined
 
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
         raise UnsupportedError(
@@ -223,13 +224,16 @@ def traced(parent: nn.Module) -> fx.Graph:
 
 
 def traced_modes(
-    parent: nn.Module, defaults: Mapping[str, Any] | None = None
+    parent: nn.Module,
+    defaults: Mapping[str, Any] | None = None,
+    inlined: Collection[nn.Module] = (),
 ) -> tuple[fx.Graph, fx.Graph]:
     """The graphs of the forward of a module in training and in evaluation.
 
     Args:
-        parent: The module; its children are not traced.
+        parent: The module; its children are not traced, but for these.
         defaults: Arguments that have these values, and are none of the graphs.
+        inlined: Modules in it whose forwards are traced, too, where it calls them.
 
     Raises:
         UnsupportedError: The forward cannot be traced, is not that of the class, or does what a
@@ -261,8 +265,10 @@ def traced_modes(
             own_reads = set[str]()
             noted = _settings_read(parent, reads, own_reads)
             with _modes_set(are_on=are_on), noted, _taken(torch, _OF_LISTS):
-                graphs.append(_Tracer(defaults or {}).trace(parent))
+                graphs.append(_Tracer(defaults or {}, inlined).trace(parent))
             _READS[graphs[-1]] = reads
+            if is_row(type(parent)):
+                own_reads.add(CHILDREN)
             if _ALL not in own_reads and not looks_up(type(parent)):
                 _OWN_READS[graphs[-1]] = own_reads
             sources.append(graphs[-1].python_code("self").src)
@@ -310,9 +316,14 @@ def reads_of(graph: fx.Graph) -> list[tuple[nn.Module, str, Any]]:
 def own_reads_of(graph: fx.Graph) -> set[str] | None:
     """Names of attributes and children of the module itself that a traced forward read.
 
-    None if it may have read all.
+    `CHILDREN` is among them if it read all children, and None stands for all of both.
     """
     return _OWN_READS.get(graph)
+
+
+def is_row(kind: type[nn.Module]) -> bool:
+    """Whether the forward of a class is that of `nn.Sequential`, as in subclasses of users."""
+    return kind.forward is nn.Sequential.forward
 
 
 def looks_up(kind: type[nn.Module]) -> bool:
@@ -353,6 +364,8 @@ def _settings_read(
                     found.append((self, name, Method(value.__func__)))
             elif is_known and _is_read_by_user():
                 found.append((self, name, value))
+            elif _is_of_class(self, name, value) and _is_read_by_user():
+                found.append((self, name, Method(value)))
         return value
 
     # Modules have none of their own, as their __getattr__ gets only what is no attribute.
@@ -361,6 +374,14 @@ def _settings_read(
         yield
     finally:
         del nn.Module.__getattribute__
+
+
+def _is_of_class(module: nn.Module, name: str, value: Any) -> bool:
+    """Whether a value is an attribute of a user's class, such as a static method."""
+    if name in _OF_MODULES or name.startswith("__"):
+        return False
+    held = inspect.getattr_static(type(module), name, None)
+    return value is (held.__func__ if isinstance(held, staticmethod) else held)
 
 
 def _is_read_by_user() -> bool:

@@ -31,8 +31,9 @@ from tests.conversion.test_chain_spans import normed
 from tests.conversion.test_chain_verdicts import BOTH
 from tests.conversion.test_chains import static_rows
 from tests.conversion.test_convert import K, N, measured, model_of
+from tests.conversion.test_inlined_forwards import made as blocks
 from tests.support.chain_rows import FUSED, QUANTIZING, both
-from tests.support.chained_models import convert, is_chained, rows, tower
+from tests.support.chained_models import chains_of, convert, is_chained, rows, tower
 from tests.support.conversions import report_of
 from tests.support.measurements import BF16, H200, Book, gemm, time
 from tests.support.measurements import ROW as ROW_KERNEL
@@ -110,6 +111,17 @@ def test_routes_equal_those_of_the_database(
     (why,) = {route.why for route in after.sites["2"].routes if "inference" not in route.why}
     assert why.startswith(f"no kernel for it is among the choices of {tmp_path}")
     assert after.refresh() == []
+
+
+def test_chains_across_forwards_equal_those_of_the_database(
+    book: Book, tmp_path: Path, _no_database: Callable[[], None]
+) -> None:
+    model = blocks()
+    before = convert(model, 0.06)
+    assert chains_of(before) == ["blocks.0.fc blocks.1.fc"]
+    freeze(tmp_path)
+    _no_database()
+    assert texts_of(convert(model, 0.06)) == texts_of(before) and is_chained(model)
 
 
 @pytest.mark.parametrize("by", [0.06, report_of(*BOTH)], ids=["budget", "report"])

@@ -1,0 +1,481 @@
+"""Chains across modules with forwards of their own."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lokakern import numerics
+from lokakern.nn.crossed_forward import crossed_of
+from tests.conversion.test_tuned_chains import kept, tuned
+from tests.support.chained_models import Given, Run, chains_of, convert, is_chained, rows, tower
+from tests.support.measurements import Book
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+class Wide(nn.Module):
+    activate = staticmethod(torch.relu)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.factor = nn.Linear(512, 1024), 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.scaled(self.fc(x))
+        return self.activate(y)  # type: ignore[no-any-return]
+
+    def scaled(self, y: Tensor) -> Tensor:
+        return y if self.factor == 1 else y * self.factor
+
+
+class Narrow(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.norm, self.drop = nn.Linear(1024, 512), nn.LayerNorm(512), nn.Dropout()
+
+    def forward(self, x: Tensor, *, is_on: bool = True) -> Tensor:
+        y = self.norm(self.fc(x))
+        return self.drop(torch.relu(y)) if is_on else y  # type: ignore[no-any-return]
+
+
+class Row(nn.Sequential):
+    """A sequence of a user's class."""
+
+
+class Net(Given):
+    def __init__(self, run: Run, make: Callable[..., nn.Module] = nn.ModuleList) -> None:
+        super().__init__(run)
+        wide, narrow = Wide(), Narrow()
+        blocks = make([wide, narrow]) if make is nn.ModuleList else make(wide, narrow)
+        self.blocks: Any = blocks
+
+
+class Layer(nn.Module):
+    """Calls one child."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)  # type: ignore[no-any-return]
+
+
+def in_a_loop(net: Any, x: Tensor) -> Tensor:
+    for block in net.blocks:
+        x = block(x)
+    return x
+
+
+def at_once(net: Any, x: Tensor) -> Tensor:
+    return net.blocks(x)  # type: ignore[no-any-return]
+
+
+def usual(model: nn.Module) -> Any:
+    return model.bfloat16().eval().requires_grad_(False)
+
+
+def made() -> Any:
+    return usual(Net(in_a_loop))
+
+
+def seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return usual(make())  # type: ignore[no-any-return]
+
+
+def holders(model: nn.Module) -> list[str]:
+    """Names of the modules whose forward is a traced one."""
+    return [name for name, module in model.named_modules() if crossed_of(module) is not None]
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], str, list[str]]] = {
+    "loop": (lambda: Net(in_a_loop), "blocks.0.fc blocks.1.fc", [""]),
+    "sequence": (lambda: Net(at_once, nn.Sequential), "blocks.0.fc blocks.1.fc", ["blocks"]),
+    "row": (lambda: Net(at_once, Row), "blocks.0.fc blocks.1.fc", ["blocks"]),
+    "alone": (lambda: nn.Sequential(Wide(), Narrow()), "0.fc 1.fc", [""]),
+    "deep": (
+        lambda: nn.Sequential(nn.Sequential(Layer(Wide())), nn.Identity(), Layer(Layer(Narrow()))),
+        "0.0.layer.fc 2.layer.layer.fc", [""],
+    ),
+    "of-layers": (
+        lambda: nn.Sequential(Layer(nn.Linear(512, 1024)), nn.ReLU(), Narrow()),
+        "0.layer 2.fc", [""],
+    ),
+    "block-first": (
+        lambda: nn.Sequential(nn.Sequential(nn.Linear(512, 1024), nn.ReLU()), Narrow()),
+        "0.0 1.fc", [""],
+    ),
+    "inner": (lambda: Layer(nn.Sequential(Wide(), Narrow())), "layer.0.fc layer.1.fc", ["layer"]),
+    "row-of-layers": (lambda: Row(*tower()), "0 2", [""]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sample(every=3)
+def test_a_chain_crosses_forwards(name: str, chain_book: Book) -> None:
+    make, chain, where = MODELS[name]
+    model, x = seeded(make), rows()
+    plain, exact = model(x), copy.deepcopy(model).double()(x.double())
+    handle = convert(model, 0.06)
+    assert chains_of(handle) == [chain] and holders(model) == where
+    assert handle.explain().count("chain of 2 layers") == 1
+    y = model(x)
+    assert is_chained(model) and not torch.equal(y, plain)
+    assert numerics.measure_errors(y, exact).row_err < 0.09
+    compiled: Any = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=False)
+    assert is_chained(compiled) and torch.equal(compiled(x), y)
+    assert torch.equal(model(rows(100)), copy.deepcopy(model)(rows(100)))
+    assert not is_chained(model, 100) and not is_chained(compiled, 100)
+    handle.undo()
+    assert torch.equal(model(x), plain) and not holders(model)
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
+def test_norms_behind_layers_of_other_forwards_are_theirs(chain_book: Book) -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.norm = Layer(nn.Linear(1024, 512)), nn.LayerNorm(512)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.relu(self.norm(self.inner(x)))
+
+    model = seeded(Normed)
+    assert chains_of(convert(model, 0.06)) == ["inner.layer"] and holders(model) == [""]
+
+
+# --- changes
+
+Change = Callable[[Any], object]
+
+
+def replace_a_layer(net: Any) -> None:
+    net.blocks[1].fc = nn.Linear(1024, 512).bfloat16()
+
+
+def replace_a_norm(net: Any) -> None:
+    net.blocks[1].norm = nn.LayerNorm(512, eps=1.0).bfloat16()
+
+
+def replace_a_block(net: Any) -> None:
+    net.blocks[0] = seeded(lambda: nn.Sequential(nn.Linear(512, 1024), nn.Tanh()))
+
+
+def add_a_block(net: Any) -> None:
+    net.blocks.append(nn.Tanh())
+
+
+def set_a_number(net: Any) -> None:
+    net.blocks[0].factor = 3
+
+
+def set_a_method(net: Any) -> None:
+    net.blocks[0].scaled = lambda y: 2 * y
+
+
+def set_a_function(net: Any) -> None:
+    net.blocks[0].activate = torch.tanh
+
+
+def set_a_forward(net: Any) -> None:
+    net.blocks[1].forward = lambda x: torch.tanh(x[:, :512])
+
+
+def change_the_class(net: Any) -> None:
+    class Other(Narrow):
+        def forward(self, x: Tensor, *, is_on: bool = True) -> Tensor:
+            return 2 * super().forward(x, is_on=is_on)
+
+    net.blocks[1].__class__ = Other
+
+
+def hook_a_block(net: Any) -> None:
+    net.blocks[1].register_forward_hook(lambda *given: 2 * given[2])
+
+
+def hook_before_a_block(net: Any) -> None:
+    net.blocks[1].register_forward_pre_hook(lambda _, given: (2 * given[0],))
+
+
+CHANGES = [
+    replace_a_layer, replace_a_norm, replace_a_block, add_a_block, set_a_number, set_a_method,
+    set_a_function, set_a_forward, change_the_class, hook_a_block, hook_before_a_block,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("make", [nn.ModuleList, nn.Sequential, Row], ids=lambda x: x.__name__)
+@pytest.mark.parametrize("change", CHANGES, ids=lambda x: x.__name__)
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.sample(every=6)
+def test_the_own_forwards_run_after_a_change(
+    change: Change, make: Any, is_compiled: bool, chain_book: Book
+) -> None:
+    model = usual(Net(in_a_loop if make is nn.ModuleList else at_once, make))
+    plain, x = copy.deepcopy(model), rows()
+    convert(model, 0.06)
+    call: Any = model
+    if is_compiled:
+        call = torch.compile(model, backend="eager", dynamic=False)
+    y = call(x)
+    assert is_chained(call)
+    for each in (model, plain):
+        torch.manual_seed(1)
+        change(each)
+    if "hook" in change.__name__:  # compiled code does not notice a new one, whoever called it
+        torch._dynamo.reset()
+    assert torch.equal(call(x), plain(x)) and not torch.equal(plain(x), y)
+
+
+def test_a_compiled_block_is_called(chain_book: Book) -> None:
+    model, x = made(), rows()
+    convert(model, 0.06)
+    model(x)
+    model.blocks[1].compile(backend="eager")
+    assert not is_chained(model)
+
+
+def test_functions_of_a_class_are_compared(
+    chain_book: Book, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = made(), rows()
+    plain = copy.deepcopy(model)
+    convert(model, 0.06)
+    model(x)
+    monkeypatch.setattr(Wide, "activate", staticmethod(torch.tanh))
+    assert torch.equal(model(x), plain(x))
+    monkeypatch.undo()
+    assert is_chained(model)
+    monkeypatch.setattr(Narrow, "forward", lambda self, x: self.fc(x))
+    assert torch.equal(model(x), plain(x))
+
+
+def test_hooks_of_all_modules_are_called(chain_book: Book) -> None:
+    model, x, seen = made(), rows(), list[nn.Module]()
+    convert(model, 0.06)
+    model(x)
+    hook = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module))
+    try:
+        model(x)
+    finally:
+        hook.remove()
+    assert {*model.modules()} - {*seen} == {model.blocks}
+    assert is_chained(model)
+
+
+def test_dropout_in_training_draws_as_before(chain_book: Book) -> None:
+    model, x = seeded(lambda: nn.Sequential(Wide(), nn.Dropout(), Narrow())), rows()
+    plain: Any = copy.deepcopy(model)
+    handle = convert(model, 0.06)
+    assert chains_of(handle) == ["0.fc 2.fc"]
+    model(x)
+    for some in (lambda net: net, lambda net: net[1]):
+        found = []
+        for each in (model, plain):
+            some(each).train()
+            torch.manual_seed(3)
+            found.append(each(x))
+            each.eval()
+        assert torch.equal(*found)
+    assert is_chained(model)
+
+
+class Two(nn.Module):
+    """Of two modes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(512, 1024)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.dropout(torch.relu(self.fc(x)), 0.5, self.training)
+
+
+def test_forwards_of_two_modes_are_those_of_each(chain_book: Book) -> None:
+    model, x = seeded(lambda: nn.Sequential(Two(), Narrow())), rows()
+    plain = copy.deepcopy(model)
+    convert(model, 0.06)
+    assert is_chained(model)
+    for some in (lambda net: net, lambda net: net[0], lambda net: net[1]):
+        found = []
+        for each in (model, plain):
+            some(each).train()
+            torch.manual_seed(3)
+            found.append(each(x))
+            each.eval()
+        assert torch.equal(*found)
+
+
+# --- what stays
+
+
+def test_modules_that_are_called_twice_stay(chain_book: Book) -> None:
+    def run(net: Any, x: Tensor) -> Tensor:
+        return in_a_loop(net, x) + net.blocks[1](net.blocks[0](2 * x))
+
+    model = usual(Net(run))
+    assert chains_of(convert(model, 0.06)) == ["blocks.0.fc", "blocks.1.fc"]
+    assert holders(model) == ["blocks.0", "blocks.1"]
+
+
+class Branching(Narrow):
+    def forward(self, x: Tensor, *, is_on: bool = True) -> Tensor:
+        return super().forward(x if x.sum() > 0 else -x)
+
+
+class Multiplying(Wide):
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.eye(512))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x @ self.matrix)
+
+
+def hooked(module: nn.Module) -> nn.Module:
+    module.register_forward_hook(lambda *_: None)
+    return module
+
+
+def with_forward(module: Any) -> nn.Module:
+    module.forward = functional.relu
+    return module  # type: ignore[no-any-return]
+
+
+def unchanged(module: Any) -> nn.Module:
+    module.compile(backend="eager")
+    return module  # type: ignore[no-any-return]
+
+
+class Disabled(Wide):
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+class LooksUp(Wide):
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(name)
+
+
+class Calls(Wide):
+    def __call__(self, *args: Any) -> Any:
+        return 2 * super().__call__(*args)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: (Wide(), Branching()), lambda: (Multiplying(), Narrow()),
+        lambda: (hooked(Wide()), Narrow()), lambda: (Wide(), with_forward(Narrow())),
+        lambda: (unchanged(Wide()), Narrow()), lambda: (Disabled(), Narrow()),
+        lambda: (LooksUp(), Narrow()), lambda: (Calls(), Narrow()),
+        lambda: (nn.Linear(512, 1024), nn.ReLU(), Narrow()),  # the sequence hands values on
+    ],
+    ids=["branch", "matrix", "hook", "forward", "compiled", "disabled", "lookup", "call", "open"],
+)  # fmt: skip
+def test_other_modules_stay(make: Any, chain_book: Book) -> None:
+    model = seeded(lambda: nn.Sequential(*make()))
+    plain, x = copy.deepcopy(model), rows()
+    handle = convert(model, 0.06)
+    assert "" not in holders(model) and all(" " not in chain for chain in chains_of(handle))
+    for chain in chains_of(handle):  # of the others
+        assert chain in ("0.fc", "0", "1.fc", "2.fc")
+    assert numerics.measure_errors(model(x), plain.double()(x.double())).row_err < 0.09
+
+
+def test_a_module_of_a_user_between_ends_a_chain_and_no_other(chain_book: Book) -> None:
+    class Between(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = Wide(), Narrow()
+            self.other, self.more = Layer(nn.Tanh()), Layer(nn.Linear(512, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.last(self.first(x))
+            z = self.other(x)
+            return self.more(y) + z[:, :3]  # type: ignore[no-any-return]
+
+    model = seeded(Between)
+    assert chains_of(convert(model, 0.06)) == ["first.fc last.fc"]
+
+
+def test_training_calls_modules_as_before(chain_book: Book) -> None:
+    model = made()
+    convert(model, 0.06, inference=False)
+    assert not holders(model)
+
+
+# --- conversions
+
+
+def test_copies_files_and_refreshes_keep_chains(chain_book: Book) -> None:
+    model, x = made(), rows()
+    handle = convert(model, 0.06)
+    y, file = model(x), io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        assert is_chained(other) and torch.equal(other(x), y)
+        other.blocks[1].register_forward_hook(lambda *given: 2 * given[2])
+        assert not is_chained(other)
+    site = "blocks.0.fc to blocks.1.fc/chain"
+    assert handle.refresh(0.01) == [site] and not is_chained(model)
+    assert handle.refresh(0.06) == [site]
+    assert is_chained(model) and torch.equal(model(x), y)
+
+
+def test_weights_are_read_anew(chain_book: Book) -> None:
+    model, other, x = made(), made(), rows()
+    with torch.no_grad():
+        other.blocks[1].norm.weight.mul_(2)
+        other.blocks[0].fc.weight.mul_(3)
+    convert(model, 0.06)
+    model(x)
+    model.load_state_dict(other.state_dict())
+    convert(other, 0.06)
+    assert is_chained(model) and torch.equal(model(x), other(x))
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_conversions_of_a_block_and_of_all_can_be_undone_in_any_order(
+    is_first: bool, chain_book: Book
+) -> None:
+    model, x = made(), rows()
+    plain = model(x)
+    both = [convert(model, 0.06), convert(model.blocks[1], 0.06)]
+    y = model(x)
+    assert holders(model) == ["", "blocks.1"] and not torch.equal(y, plain)
+    both.pop(0 if is_first else 1).undo()
+    assert holders(model) == (["blocks.1"] if is_first else [""])
+    assert torch.equal(model(x), y) is not is_first
+    both[0].undo()
+    assert torch.equal(model(x), plain) and not holders(model)
+
+
+def test_tuning_turns_the_chain_off(chain_book: Book) -> None:
+    model = made()
+    found, _, _ = tuned(model, {("blocks.0.fc to blocks.1.fc", "chain"): -30.0})
+    assert kept(found) == {("chain", "blocks.0.fc to blocks.1.fc"): False}
+    assert not is_chained(model)
+
+
+def test_a_suite_lists_layers_with_norms_of_other_forwards(book: Book) -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.norm = Layer(nn.Linear(1024, 512)), nn.LayerNorm(512)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.inner(x))  # type: ignore[no-any-return]
+
+    handle = convert(seeded(Normed), 0.06)
+    assert '"bias+layer+affine"' in handle.suite([512])
