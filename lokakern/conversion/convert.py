@@ -461,6 +461,9 @@ class Conversion:
         self._step_host: StepHost | None = None  # of training, where it is known
         self._tails: dict[int, list[FoundTail]] = {}  # of callers, by id
         self._inlined: dict[int, InlinedForward] = {}  # of outer callers, by id
+        self._inner_spans: list[
+            TailSpan
+        ] = []  # in the forwards of others, and where these do not run
         self._behind_crosses: dict[str, CrossGradients] = {}  # by the name of the last layer
         self._untimed: set[tuple[int, int, str]] = set()  # n and k of the reading layer, activation
         self._model = weakref.ref(model)
@@ -515,7 +518,7 @@ class Conversion:
         self.untuned = chosen
         self.over_limit, self.over_limit_chains = {}, frozenset()
         before = chain_texts(self.spans)
-        self.spans, self._tails, self._inlined = [], {}, {}
+        self.spans, self._inner_spans, self._tails, self._inlined = [], [], {}, {}
         self._forget_watches()
         changed = self.use_routes(chosen, off_chains=(), has_relus=True)
         self.spans = self._planned()  # of layers that have their routes
@@ -647,8 +650,9 @@ class Conversion:
             return planned_tail_chains(found, others, routes, judge_of, scales_of, verdicts)
 
         with_crosses = {id(x.module) for x in crosses if x.plan.chains}
-        spans, self._inlined = planned_inlined(self._outer_callers, spans, plan, with_crosses)
-        return spans
+        inlined = planned_inlined(self._outer_callers, spans, plan, with_crosses)
+        self._inner_spans, self._inlined = inlined.inner, inlined.forwards
+        return inlined.spans
 
     @property
     def _all_callers(self) -> list[nn.Module]:
@@ -877,7 +881,10 @@ class Conversion:
         if inlined is None and all(module is not x for x in self._all_callers):
             return []
         names = () if inlined is None else inlined.names
-        parts = [module, *map(module.get_submodule, names)]
+        try:
+            parts = [module, *map(module.get_submodule, names)]
+        except AttributeError:  # a child was removed since
+            return []
         children = [x for part in parts for x in children_of(part) if x is not None]
         layer = next((x for x in leaves(children) if is_linear(x)), None)
         if not self._between or isinstance(self._wanted, Forced) or layer is None:
@@ -885,6 +892,13 @@ class Conversion:
         has_relus, is_joined = self._rules_for(self._device_for(layer.weight))
         spans = [x for x in self.spans if isinstance(x, TailSpan) and x.module is module]
         chains = [tail for span in spans for tail in span.tails(self.off_chains)]
+        # Chains that a forward around this one replaces are off where one of its own is: with that
+        # alone a step was timed, and the loss computed.
+        inner = [x for x in self._inner_spans if x.module is module]
+        given_up = {site for sites in self.off_chains for site in sites}
+        every = [span.sites_of(chain) for span in inner for chain in span.plan.chains]
+        off = [sites for sites in every if not given_up.isdisjoint(sites)]
+        chains += [tail for span in inner for tail in span.tails(off)]
         if not keeps_off:
             chains = [tail for tail in chains if tail.chain]
         if id(module) not in self._tails and not (has_relus or is_joined or chains):
@@ -1723,7 +1737,7 @@ class Conversion:
         self.sites, self._modules, self.sequences, self._owners = {}, {}, [], []
         self.fused, self.callers, self.spans, self.left_crosses = [], [], [], {}
         self._block_callers, self._outer_callers = [], []
-        self._tails, self._inlined = {}, {}
+        self._inner_spans, self._tails, self._inlined = [], {}, {}
 
     def __len__(self) -> int:
         return len(self.sites)

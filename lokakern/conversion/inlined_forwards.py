@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from torch import nn
@@ -19,18 +19,17 @@ from lokakern.conversion.chain_spans import Span
 from lokakern.conversion.tail_chains import TailSpan
 from lokakern.conversion.tail_sites import found_tails
 from lokakern.errors import UnsupportedError
-from lokakern.nn.crossed_forward import crossed_of, graphs_of
+from lokakern.nn.crossed_forward import CALL, crossed_of, graphs_of
 from lokakern.nn.linear import LINEARS_OF_ANY
 from lokakern.nn.raw_product import CHILD
 from lokakern.nn.rectified import has_backward_hooks
 from lokakern.nn.static_handoff import BoundedSequential
-from lokakern.nn.tail import FoundTail
+from lokakern.nn.tail import PASSED, FoundTail
 from lokakern.nn.traced_forward import looks_up
 
 _SEQUENCES = (nn.Sequential, BoundedSequential)
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 _BETWEEN = (nn.Linear, nn.Dropout, nn.Identity, *_SEQUENCES)
-_CALL = nn.Module.__call__
 ChainKey = tuple[int | str, ...]  # modules of a chain by id, and names of functions
 
 
@@ -47,58 +46,113 @@ class InlinedForward(NamedTuple):
 
 
 def calls_forwards(module: nn.Module) -> bool:
-    """Whether modules with linear layers and a forward of their own are children of a module.
+    """Whether a module has others with linear layers and a forward of their own.
 
-    Or in its lists and sequences. A sequence that is a child of another one is a part of that.
+    As children, or in lists and sequences of them.
     """
     if type(module) not in _SEQUENCES and not _is_of_user(module):
         return False
     return any(_is_of_user(x) and _has_layers(x) for x in _within(module))
 
 
+class Inlined(NamedTuple):
+    """What `planned_inlined` found.
+
+    Attributes:
+        spans: The spans of the model with those across forwards.
+        inner: Those that these replace, of forwards that run where one around them does not.
+        forwards: By the id of a module, what its forward holds.
+    """
+
+    spans: list[Span]
+    inner: list[TailSpan]
+    forwards: dict[int, InlinedForward]
+
+
 def planned_inlined(
-    callers: Iterable[nn.Module],
+    callers: Sequence[nn.Module],
     spans: Sequence[Span],
     plan: Callable[[nn.Module, Sequence[FoundTail]], list[TailSpan]],
     apart: Collection[int],
-) -> tuple[list[Span], dict[int, InlinedForward]]:
-    """The spans of a model with those across forwards, and by the id of a module what it holds.
+) -> Inlined:
+    """The chains across forwards, with those of a model without them.
 
     Args:
         callers: The modules of `calls_forwards`, the outer ones first.
-        spans: Its spans without them.
+        spans: The spans of the model without them.
         plan: The spans of a module with these tails.
         apart: Ids of modules that run crosses as chains, whose forwards are left alone.
     """
-    known, found = list(spans), dict[int, InlinedForward]()
-    callers = list(callers)
-    of_a_row = {id(x) for m in callers if type(m) in _SEQUENCES for x in m.children()}
+    found = Inlined(list(spans), [], {})
+    open_rows = [m for m in callers if type(m) in _SEQUENCES and _is_open(m)]
+    in_rows = {id(child) for row in open_rows for child in row.children()}
     forwards = _Forwards(apart)
+    own = {key for span in spans for key in _keys_of(span)}  # of forwards that hold no others
     for module in reversed(callers):
-        if type(module) in _SEQUENCES and (id(module) in of_a_row or not _is_open(module)):
+        if id(module) in apart:
             continue
-        names = [] if id(module) in apart else forwards.names_in(module)
-        chains = {key for span in known for key in _keys_of(span)}
-        unmeasured: list[TailSpan] = []
-        while names:
-            tails = found_tails(module, names)
-            made = plan(module, tails) if tails else []
-            gained = [
-                tail for span in made for tail in span.tails(())
-                if _key_of(tail.names, module) not in chains
-            ]  # fmt: skip
-            unmeasured = unmeasured or _unmeasured(made, known)
-            needed = [x for x in names if _is_in(x, (y for tail in gained for y in tail.names))]
-            if needed == names:
-                inner = [module, *map(module.get_submodule, names)]
-                known = [*_without(known, inner, made), *made]
-                for each in inner:
-                    found.pop(id(each), None)
-                found[id(module)] = InlinedForward(tuple(names), tuple(tails))
-                break
-            names = needed  # fewer guards, and the others stay as they are
-        known += _unmeasured(unmeasured, known)
-    return known, found
+        if type(module) in _SEQUENCES and (id(module) in in_rows or not _is_open(module)):
+            continue
+        known = own | {key for span in found.spans for key in _keys_of(span)}
+        _inline(module, forwards.names_in(module), plan, own, known, found)
+    return found
+
+
+def _inline(
+    module: nn.Module, names: Sequence[str],
+    plan: Callable[[nn.Module, Sequence[FoundTail]], list[TailSpan]],
+    own: set[ChainKey], known: set[ChainKey], found: Inlined,
+) -> None:  # fmt: skip
+    """Add to what was found the chains of a module that inlines some of these, if it gains any.
+
+    Args:
+        module: The module.
+        names: Of modules that it may inline.
+        plan: As of `planned_inlined`.
+        own: The chains of forwards that hold no others.
+        known: All chains so far.
+        found: What was found so far.
+    """
+    missing: list[TailSpan] = []
+    while names:
+        tails = found_tails(module, names)
+        made = plan(module, tails) if tails else []
+        chains = {_key_of(tail.names, module): tail for span in made for tail in span.tails(())}
+        missing = missing or _unmeasured(made)
+        if chains.keys() <= known:
+            break
+        parts = [name for key, tail in chains.items() if key not in own for name in tail.names]
+        needed = [name for name in names if any(x.startswith(f"{name}.") for x in parts)]
+        if needed == names:
+            _replace(module, names, made, found)
+            found.forwards[id(module)] = InlinedForward(tuple(names), tuple(tails))
+            break
+        names = needed  # each costs guards, and others have all their chains without
+    known_layers = {layer for span in found.spans for layer in span.plan.missing}
+    found.spans.extend(x for x in missing if not known_layers.issuperset(x.plan.missing))
+
+
+def _replace(
+    module: nn.Module, names: Sequence[str], made: Sequence[TailSpan], found: Inlined
+) -> None:
+    """Put spans of a module in the place of those of modules that it inlines, and of its blocks."""
+    sites = {site for span in made for site in span.sites}
+    blocks = {site for span in made for site in span.in_blocks}
+    inlined = {id(module.get_submodule(name)) for name in names}
+    kept: list[Span] = []
+    for span in found.spans:
+        if not sites.issuperset(span.sites):
+            kept.append(span)
+        elif isinstance(span, TailSpan) and id(span.module) in inlined:
+            found.inner.append(span)
+        elif span.module is not module and blocks.isdisjoint(span.sites):
+            kept.append(span)
+    found.spans[:] = [*kept, *made]
+
+
+def _unmeasured(spans: Iterable[TailSpan]) -> list[TailSpan]:
+    """Those that measurements might make chains."""
+    return [span for span in spans if not span.plan.chains and span.plan.missing]
 
 
 class _Forwards:
@@ -110,9 +164,9 @@ class _Forwards:
 
     def names_in(self, module: nn.Module) -> list[str]:
         """Names of the modules whose forwards that of a module may hold, the outer ones first."""
-        names = self._names_in(module)
-        times = Counter(id(module.get_submodule(name)) for name in names)
-        return [name for name in names if times[id(module.get_submodule(name))] == 1]
+        found = {name: id(module.get_submodule(name)) for name in self._names_in(module)}
+        times = Counter(found.values())
+        return [name for name, known in found.items() if times[known] == 1]
 
     def _names_in(self, module: nn.Module) -> list[str]:
         found = []
@@ -170,7 +224,7 @@ def _has_usual_call(module: nn.Module) -> bool:
     if module._forward_hooks or module._forward_pre_hooks or has_backward_hooks(module):
         return False
     is_disabled = getattr(kind.forward, "_torchdynamo_disable", False)
-    return kind.__call__ is _CALL and not is_disabled and not looks_up(kind)
+    return kind.__call__ is CALL and not is_disabled and not looks_up(kind)
 
 
 def _is_open(sequence: nn.Module) -> bool:
@@ -194,8 +248,10 @@ def _within(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _key_of(names: Sequence[str], module: nn.Module) -> ChainKey:
-    modules: Mapping[str, nn.Module] = dict(module.named_modules(remove_duplicate=False))
-    return tuple(id(modules[name]) if name in modules else name for name in names)
+    return tuple(
+        name if name == PASSED or name.endswith("()") else id(module.get_submodule(name))
+        for name in names
+    )
 
 
 def _keys_of(span: Span) -> Iterator[ChainKey]:
@@ -203,29 +259,3 @@ def _keys_of(span: Span) -> Iterator[ChainKey]:
     if isinstance(span, TailSpan):
         for tail in span.tails(()):
             yield _key_of(tail.names, span.module)
-
-
-def _unmeasured(spans: Iterable[TailSpan], known: Iterable[Span]) -> list[TailSpan]:
-    """Those that a measurement of layers that no known one has may make a chain."""
-    missing = {layer for span in known for layer in span.plan.missing}
-    return [x for x in spans if not x.plan.chains and not missing.issuperset(x.plan.missing)]
-
-
-def _is_in(name: str, names: Iterable[str]) -> bool:
-    """Whether one of some names is that of a part of a module."""
-    return any(x.startswith(f"{name}.") for x in names)
-
-
-def _without(
-    spans: Iterable[Span], modules: Sequence[nn.Module], made: Sequence[TailSpan]
-) -> list[Span]:
-    """Spans without those of these modules, and of their blocks, whose layers are in others now."""
-    sites = {site for span in made for site in span.sites}
-    blocks = {site for span in made for site in span.in_blocks}
-    inner = {id(module) for module in modules}
-
-    def is_replaced(span: Span) -> bool:
-        is_inner = isinstance(span, TailSpan) and id(span.module) in inner
-        return sites.issuperset(span.sites) and (is_inner or not blocks.isdisjoint(span.sites))
-
-    return [span for span in spans if not is_replaced(span)]

@@ -23,7 +23,7 @@ import operator
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -58,7 +58,11 @@ from lokakern.nn.joined import joined_way
 from lokakern.nn.linear import Linear, is_linear
 from lokakern.nn.raw_pattern import FoundProduct, products_in
 from lokakern.nn.raw_product import CHILD, products_of
-from lokakern.nn.rectified import has_backward_hooks, traced_way
+from lokakern.nn.rectified import (
+    has_backward_hooks,
+    has_global_backward_hooks,
+    traced_way,
+)
 from lokakern.nn.static_handoff import BoundedSequential
 from lokakern.nn.tail import (
     FoundTail,
@@ -83,14 +87,17 @@ from lokakern.nn.traced_forward import (
     masks_passed,
     own_reads_of,
     reads_of,
+    text_of_code,
     traced,
     traced_modes,
 )
 from lokakern.types import Granularity
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)  # which a forward reads, and does not call
-_METHOD, _OTHER = "\0method", "\0other"  # stand for what is no setting
+_OTHER = "\0other"  # stands for what is not compared
+_FUNCTIONS = (FunctionType, BuiltinFunctionType, staticmethod, classmethod)
 _MOST_SHAPES = 16
+CALL = nn.Module.__call__  # of modules whose calls run hooks and a forward, and no more
 _CODES: WeakKeyDictionary[type[nn.Module], CodeType] = WeakKeyDictionary()
 _REPLICATE = "_replicate_for_data_parallel"  # what nn.DataParallel calls
 _OF_TORCH = frozenset((*vars(nn.Module()), "forward"))
@@ -197,8 +204,9 @@ class CrossedForward:
     # Modules with children that a forward looked into, or that are in `_between`, and these.
     _nested: tuple[tuple[nn.Module, tuple[nn.Module | None, ...]], ...] = ()
     _of_one_mode: tuple[nn.Module, ...] = ()  # where the forward depends on modes
-    # Modules whose forwards are parts of this one, each with the forward of its class.
-    _inlined: tuple[tuple[nn.Module, Any], ...] = ()
+    # Modules whose forwards are parts of this one, each with its class and the forward of that.
+    _inlined: tuple[tuple[nn.Module, type[nn.Module], Any], ...] = ()
+    _is_stale = False  # a copy of one that was not as it was traced
     _missing: tuple[str, ...] = ()  # names of attributes that a forward asked for in vain
     _none: tuple[str, ...] = ()  # and of parameters and buffers that were None
     _handed_on: tuple[str, ...] = ()  # arguments that may be None
@@ -271,7 +279,7 @@ class CrossedForward:
         )
         self._own_forward = _forward_of(type(module))
         within = [module.get_submodule(name) for name in inlined]
-        self._inlined = tuple((x, _forward_of(type(x))) for x in within)
+        self._inlined = tuple((x, _plain(type(x)), _forward_of(type(x))) for x in within)
         reads = {(id(x[0]), x[1]): x for graph in graphs for x in reads_of(graph)}
         self._of_children = [x for x in reads.values() if x[1] not in (CHILDREN, MODE)]
         self._tied = _tied_names(graphs, module)
@@ -442,6 +450,8 @@ class CrossedForward:
     @property
     def is_as_traced(self) -> bool:
         """Whether children and settings of the module are as they were when it was traced."""
+        if self._is_stale:
+            return False
         if not _are_same(children_of(self.module, self._read), self._read_children):
             return False
         own = vars(self.module)  # torch adds attributes in compiling
@@ -450,16 +460,20 @@ class CrossedForward:
                 return False
         if _forward_of(type(self.module)) is not self._own_forward:
             return False
-        for inner_module, forward in self._inlined:
-            if not _runs(inner_module, forward):
+        for inner_module, kind, forward in self._inlined:
+            if not _runs(inner_module, kind, forward):
                 return False
         for name, value in self._of_class.items():
             if name in own:
                 return False
-            if value != _OTHER:
-                now = getattr(self.module, name)  # which Dynamo guards, and not ``name in own``
-                if value != _METHOD and not _is_same(now, value):
+            if value == _OTHER:
+                continue
+            now = getattr(self.module, name, MISSING)  # Dynamo guards it, not ``name in own``
+            if type(value) is Method:
+                if getattr(now, "__func__", now) is not value.function:
                     return False
+            elif not _is_same(now, value):
+                return False
         for name in self._missing:
             if hasattr(self.module, name):
                 return False
@@ -490,11 +504,26 @@ class CrossedForward:
     def _is_unchanged(self) -> bool:
         """`is_as_traced`, at a third of its cost where it reads nothing but children."""
         known = self._only_children
-        if known is None:
+        if known is None or self._is_stale:
             return self.is_as_traced
         if _forward_of(type(self.module)) is not self._own_forward:
             return False
         return are_same(tuple(self.module._modules.values()), known)
+
+    @property
+    def _has_same_code(self) -> bool:
+        """Whether classes and their functions are those of the trace; a copy looks them up anew."""
+        if _forward_of(type(self.module)) is not self._own_forward:
+            return False
+        for x, kind, forward in self._inlined:
+            if _plain(type(x)) is not kind or _forward_of(type(x)) is not forward:
+                return False
+        methods = [*self._of_children, *((self.module, *x) for x in self._of_class.items())]
+        return all(
+            _of_class(x, name) is value.function
+            for x, name, value in methods
+            if isinstance(value, Method)
+        )
 
     @property
     def _is_in_one_mode(self) -> bool:
@@ -504,6 +533,8 @@ class CrossedForward:
         would draw other numbers. And whether nothing that they move past writes to tensors now.
         """
         if (self._between or self._inlined) and not is_compiling() and has_global_hooks():
+            return False
+        if self._inlined and not is_compiling() and has_global_backward_hooks():
             return False
         for other, kind in self._between:
             is_other = type(other) is not kind or has_own_call(other)
@@ -532,25 +563,45 @@ class CrossedForward:
             name: _Module(x.__name__) if isinstance(x, ModuleType) else x
             for name, x in self._names.items()
         }
+        # Functions of local classes cannot be pickled: a copy finds those that are alike.
         of_children = [
-            (child, name, Method(None) if isinstance(value, Method) else value)
-            for child, name, value in self._of_children
-        ]
-        inlined = tuple((module, None) for module, _ in self._inlined)
-        return {**vars(self), "_names": names, "_functions": [], "_only_function": None,
-                "_is_idle_at": None, "_own_forward": None, "_of_children": of_children,
-                "_inlined": inlined}  # fmt: skip
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._own_forward = _forward_of(type(self.module))
-        self._inlined = tuple((module, _forward_of(type(module))) for module, _ in self._inlined)
-        # Functions of local classes cannot be pickled, and a copy follows the class of its module.
-        self._of_children = [
-            (child, name, Method(getattr(type(child), name, None)))
+            (child, name, Method(text_of_code(value.function)))
             if isinstance(value, Method) else (child, name, value)
             for child, name, value in self._of_children
         ]  # fmt: skip
+        of_class = {
+            name: Method(text_of_code(x.function)) if isinstance(x, Method) else x
+            for name, x in self._of_class.items()
+        }
+        inlined = tuple((x, None, text_of_code(forward)) for x, _, forward in self._inlined)
+        return {**vars(self), "_names": names, "_functions": [], "_only_function": None,
+                "_is_idle_at": None, "_own_forward": text_of_code(self._own_forward),
+                "_of_children": of_children, "_of_class": of_class, "_inlined": inlined,
+                "_is_stale": self._is_stale or not self._has_same_code}  # fmt: skip
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        codes = [(self._own_forward, _forward_of(type(self.module)))]
+        codes += [(text, _forward_of(type(x))) for x, _, text in self._inlined]
+        self._own_forward = codes[0][1]
+        self._inlined = tuple((x, _plain(type(x)), _forward_of(type(x))) for x, *_ in self._inlined)
+
+        def found(module: nn.Module, name: str, value: Any) -> Any:
+            if not isinstance(value, Method):
+                return value
+            now = _of_class(module, name)
+            codes.append((value.function, now))
+            return Method(now)
+
+        self._of_children = [
+            (x, name, found(x, name, value)) for x, name, value in self._of_children
+        ]
+        self._of_class = {
+            name: found(self.module, name, value) for name, value in self._of_class.items()
+        }
+        # Earlier versions kept no code.
+        if any(text is not None and text != text_of_code(now) for text, now in codes):
+            self._is_stale = True
         if "_read_children" not in state:  # of earlier versions
             self._read_children = self._children
         self._names = {
@@ -612,7 +663,7 @@ def graphs_of(
 
     Raises:
         UnsupportedError: The forward cannot be traced, has any number of arguments, calls all
-            children of the module by no `nn.Sequential`, or a module is not there.
+            children of the module and is not that of `nn.Sequential`, or a module is not there.
     """
     is_passing = type(module) in PASSING_MASKS
     defaults = {} if is_passing else _defaults_of(module)
@@ -670,14 +721,27 @@ def _in_a_row(module: nn.Module) -> Iterator[None]:
 
 def _forward_of(kind: type[nn.Module]) -> Any:
     """The forward of a class; a sequence of ours computes that of `nn.Sequential`."""
-    return nn.Sequential.forward if kind is BoundedSequential else kind.forward
+    return _plain(kind).forward
 
 
-def _runs(module: nn.Module, forward: Any) -> bool:
+def _plain(kind: type[nn.Module]) -> type[nn.Module]:
+    """A class, or that which it stands for."""
+    return nn.Sequential if kind is BoundedSequential else kind
+
+
+def _of_class(module: nn.Module, name: str) -> Any:
+    """What the class of a module has under a name, or the function of a method."""
+    found = getattr(type(module), name, None)
+    return getattr(found, "__func__", found)
+
+
+def _runs(module: nn.Module, kind: type[nn.Module], forward: Any) -> bool:
     """Whether a call of a module runs this forward of its class alone, or ours in its place."""
     if module._forward_hooks or module._forward_pre_hooks or has_backward_hooks(module):
         return False
-    if module._compiled_call_impl is not None or _forward_of(type(module)) is not forward:
+    if module._compiled_call_impl is not None or _plain(type(module)) is not kind:
+        return False
+    if type(module).__call__ is not CALL or _forward_of(type(module)) is not forward:
         return False
     return crossed_of(module) is not None or not has_own_call(module)
 
@@ -736,21 +800,26 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _settings_of(module: nn.Module, names: set[str] | None) -> dict[str, Any]:
-    """What a module has from its class: settings, and names of methods and others.
+    """What a module has from its class: all settings, and of others those with these names.
 
-    Of the latter only these names.
+    A `Method` stands for what is read as it is, or by a function, and `_OTHER` for what a property
+    makes, and without names for everything.
     """
-    mro = nn.Sequential.__mro__ if type(module) is BoundedSequential else type(module).__mro__
+    mro = _plain(type(module)).__mro__
     found: dict[str, Any] = {}
     for base in mro[: mro.index(nn.Module)]:
         for name, value in vars(base).items():
-            if name not in vars(module) and not name.startswith("__") and name != "forward":
-                other = _METHOD if isinstance(value, FunctionType) else _OTHER
-                found.setdefault(name, value if is_setting(value) else other)
-    return {
-        name: x for name, x in found.items()
-        if names is None or x not in (_METHOD, _OTHER) or name in names
-    }  # fmt: skip
+            if name in vars(module) or name.startswith("__") or name == "forward":
+                continue
+            if is_setting(value):
+                found.setdefault(name, value)
+            elif names is None:
+                found.setdefault(name, _OTHER)
+            elif name in names:
+                is_known = isinstance(value, _FUNCTIONS) or not hasattr(type(value), "__get__")
+                function = getattr(value, "__func__", value)
+                found.setdefault(name, Method(function) if is_known else _OTHER)
+    return found
 
 
 def _tied_names(

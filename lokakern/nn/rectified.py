@@ -229,12 +229,16 @@ def has_backward_hooks(module: nn.Module) -> bool:
     return len(module._backward_hooks) + len(module._backward_pre_hooks) > 0
 
 
+def has_global_backward_hooks() -> bool:
+    """Whether every call of a module has a hook of the backward pass."""
+    module = nn.modules.module
+    return bool(module._global_backward_hooks or module._global_backward_pre_hooks)
+
+
 def are_calls_plain() -> bool:
     """Whether calls of modules have no hooks, and are those of torch, which others may replace."""
     of = nn.modules
-    if has_global_hooks() or of.module._global_backward_hooks:
-        return False
-    if of.module._global_backward_pre_hooks:
+    if has_global_hooks() or has_global_backward_hooks():
         return False
     methods = (
         *((kind.forward, of.activation) for kind in CLASSES),

@@ -6,6 +6,7 @@ import collections
 import copy
 import dis
 import functools
+import hashlib
 import heapq
 import inspect
 import operator
@@ -14,7 +15,7 @@ import random
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import FrameType, MethodType, ModuleType
+from types import CodeType, FrameType, MethodType, ModuleType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -50,7 +51,10 @@ _OF_LISTS = ("cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstac
 PASSING_MASKS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 _OF_MASKS = ("_canonical_mask", "_none_or_dtype")
 _MAY_BE_MISSING = ("get", "pop", "setdefault")
-_CONTAINERS = (list, dict, set, collections.OrderedDict, collections.defaultdict, collections.deque)
+_CONTAINERS = (
+    list, dict, set, collections.OrderedDict, collections.defaultdict, collections.Counter,
+    collections.deque,
+)  # fmt: skip
 
 
 def in_place_add(x: Any, y: Any) -> Any:
@@ -198,12 +202,12 @@ def _modes() -> tuple[object, ...]:
 
 @contextmanager
 def _modes_set(*, are_on: bool) -> Iterator[None]:
-    """A block with gradients and autocast, or without."""
+    """A block with gradients and autocast, or one without, of inference."""
     were = [torch.is_autocast_enabled(x) for x in ("cpu", "cuda")]
     try:
         for device in ("cpu", "cuda"):
             torch.set_autocast_enabled(device, are_on)
-        with torch.set_grad_enabled(are_on):
+        with torch.inference_mode(not are_on), torch.set_grad_enabled(are_on):
             yield
     finally:
         for device, was in zip(("cpu", "cuda"), were, strict=True):
@@ -264,7 +268,8 @@ def traced_modes(
             reads: list[tuple[nn.Module, str, Any]] = []
             own_reads = set[str]()
             noted = _settings_read(parent, reads, own_reads)
-            with _modes_set(are_on=are_on), noted, _taken(torch, _OF_LISTS):
+            lists = _taken(torch, _OF_LISTS)
+            with _modes_set(are_on=are_on), noted, lists, _functions_refused():
                 graphs.append(_Tracer(defaults or {}, inlined).trace(parent))
             _READS[graphs[-1]] = reads
             if is_row(type(parent)):
@@ -321,6 +326,24 @@ def own_reads_of(graph: fx.Graph) -> set[str] | None:
     return _OWN_READS.get(graph)
 
 
+def text_of_code(function: Any) -> str:
+    """A text that functions with other code do not share; of others than Python's their name."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return str(getattr(function, "__qualname__", type(function).__qualname__))
+    return hashlib.sha256(repr(_parts_of(code)).encode()).hexdigest()
+
+
+def _parts_of(code: CodeType) -> tuple[Any, ...]:
+    """What code does, without the file and the lines that it is in."""
+    constants = [
+        _parts_of(x) if isinstance(x, CodeType)
+        else sorted(map(repr, x)) if isinstance(x, frozenset) else repr(x)
+        for x in code.co_consts
+    ]  # fmt: skip
+    return (code.co_code, code.co_names, code.co_varnames, code.co_freevars, constants)
+
+
 def is_row(kind: type[nn.Module]) -> bool:
     """Whether the forward of a class is that of `nn.Sequential`, as in subclasses of users."""
     return kind.forward is nn.Sequential.forward
@@ -339,6 +362,8 @@ def _settings_read(
     """Note what a forward reads of other modules in the block, and its own names."""
 
     def read(self: nn.Module, name: str) -> Any:
+        if name == "__dict__" and not _is_of_torch(sys._getframe(1)):
+            raise UnsupportedError("its forward reads all attributes of a module (vars, __dict__)")
         if self is parent and name not in _OF_MODULES:
             own.add(name)  # also of what it lacks
         elif self is parent and name not in _HARMLESS and _is_read_by_user():
@@ -364,8 +389,12 @@ def _settings_read(
                     found.append((self, name, Method(value.__func__)))
             elif is_known and _is_read_by_user():
                 found.append((self, name, value))
-            elif _is_of_class(self, name, value) and _is_read_by_user():
-                found.append((self, name, Method(value)))
+            elif name not in _OF_MODULES and _is_read_by_user():
+                held = inspect.getattr_static(type(self), name, None)
+                if isinstance(held, classmethod | staticmethod) or held is value:
+                    found.append((self, name, Method(getattr(value, "__func__", value))))
+        if _is_of_property(self, name, value) and _is_read_by_user():
+            raise UnsupportedError(f"its forward reads a function by the property {name}")
         return value
 
     # Modules have none of their own, as their __getattr__ gets only what is no attribute.
@@ -376,12 +405,17 @@ def _settings_read(
         del nn.Module.__getattribute__
 
 
-def _is_of_class(module: nn.Module, name: str, value: Any) -> bool:
-    """Whether a value is an attribute of a user's class, such as a static method."""
-    if name in _OF_MODULES or name.startswith("__"):
+def _is_of_property(module: nn.Module, name: str, value: Any) -> bool:
+    """Whether a value is a function that a property of a user made, which may be another one."""
+    if not callable(value) or name in _OF_MODULES or isinstance(value, nn.Module | fx.Proxy):
         return False
-    held = inspect.getattr_static(type(module), name, None)
-    return value is (held.__func__ if isinstance(held, staticmethod) else held)
+    return isinstance(inspect.getattr_static(type(module), name, None), property)
+
+
+def _is_of_torch(frame: FrameType) -> bool:
+    """Whether code is torch's or ours."""
+    file = frame.f_code.co_filename
+    return file.startswith(_OF_TORCH) or file == __file__
 
 
 def _is_read_by_user() -> bool:
@@ -392,8 +426,25 @@ def _is_read_by_user() -> bool:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.startswith(_OF_NN):
         frame = frame.f_back
-    file = frame.f_code.co_filename if frame is not None else __file__
-    return not file.startswith(_OF_TORCH) and file != __file__
+    return frame is not None and not _is_of_torch(frame)
+
+
+@contextmanager
+def _functions_refused() -> Iterator[None]:
+    """Refuse forwards in the block that call an autograd function, whose gradient would be lost."""
+    kind = torch.autograd.Function
+    own = vars(kind)["apply"]
+
+    def apply(cls: Any, *given: Any, **options: Any) -> Any:
+        if any(type(x) in (_Proxy, _Attribute) for x in (*given, *options.values())):
+            raise UnsupportedError(f"its forward calls the autograd function {cls.__name__}")
+        return own.__get__(None, cls)(*given, **options)
+
+    kind.apply = classmethod(apply)  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        kind.apply = own  # type: ignore[method-assign]
 
 
 @contextmanager

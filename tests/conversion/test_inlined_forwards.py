@@ -43,7 +43,11 @@ class Narrow(nn.Module):
 
     def forward(self, x: Tensor, *, is_on: bool = True) -> Tensor:
         y = self.norm(self.fc(x))
-        return self.drop(torch.relu(y)) if is_on else y  # type: ignore[no-any-return]
+        return self.clamp(self.drop(torch.relu(y))) if is_on else y
+
+    @classmethod
+    def clamp(cls, y: Tensor) -> Tensor:
+        return y
 
 
 class Row(nn.Sequential):
@@ -92,9 +96,21 @@ def seeded(make: Callable[[], nn.Module]) -> nn.Module:
     return usual(make())  # type: ignore[no-any-return]
 
 
+def count_chains(call: Callable[[Tensor], object]) -> int:
+    with torch.no_grad(), torch.profiler.profile() as profile:
+        call(rows())
+    return sum(event.name == "lokakern::routed_chain" for event in profile.events())
+
+
 def holders(model: nn.Module) -> list[str]:
-    """Names of the modules whose forward is a traced one."""
-    return [name for name, module in model.named_modules() if crossed_of(module) is not None]
+    """Names of the modules whose forward holds others."""
+    every = {name: crossed_of(module) for name, module in model.named_modules()}
+    return [name for name, x in every.items() if x is not None and x.settings[-1].inlined]
+
+
+def are_near(y: Tensor, expected: Tensor) -> bool:
+    """Whether two results differ by the errors of FP8 alone."""
+    return numerics.measure_errors(y, expected.double()).row_err < 0.1
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], str, list[str]]] = {
@@ -115,7 +131,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str, list[str]]] = {
         "0.0 1.fc", [""],
     ),
     "inner": (lambda: Layer(nn.Sequential(Wide(), Narrow())), "layer.0.fc layer.1.fc", ["layer"]),
-    "row-of-layers": (lambda: Row(*tower()), "0 2", [""]),
+    "row-of-layers": (lambda: Row(*tower()), "0 2", []),
 }  # fmt: skip
 
 
@@ -136,7 +152,7 @@ def test_a_chain_crosses_forwards(name: str, chain_book: Book) -> None:
     assert torch.equal(model(rows(100)), copy.deepcopy(model)(rows(100)))
     assert not is_chained(model, 100) and not is_chained(compiled, 100)
     handle.undo()
-    assert torch.equal(model(x), plain) and not holders(model)
+    assert torch.equal(model(x), plain)
     assert all("forward" not in vars(module) for module in model.modules())
 
 
@@ -151,6 +167,55 @@ def test_norms_behind_layers_of_other_forwards_are_theirs(chain_book: Book) -> N
 
     model = seeded(Normed)
     assert chains_of(convert(model, 0.06)) == ["inner.layer"] and holders(model) == [""]
+
+
+class Stage(nn.Module):
+    """Two chains, with a function between them that no kernel has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = Wide(), Narrow(), Wide()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(torch.tanh(self.b(self.a(x))))  # type: ignore[no-any-return]
+
+
+def test_chains_within_forwards_that_another_one_holds_stay(chain_book: Book) -> None:
+    model = seeded(lambda: nn.Sequential(Stage(), Narrow()))
+    handle = convert(model, 0.06)
+    assert sorted(chains_of(handle)) == ["0.a.fc 0.b.fc", "0.c.fc 1.fc"]
+    assert count_chains(model) == 2 and holders(model) == ["", "0"]
+
+
+def test_blocks_keep_their_chains_where_the_outer_forward_does_not_run(chain_book: Book) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = Wide(), Narrow()
+
+        def forward(self, x: Tensor, scale: float | None = None) -> Tensor:
+            y: Tensor = self.b(self.a(x))
+            return y if scale is None else y * scale
+
+        def encode(self, x: Tensor) -> Tensor:
+            return self.b(self.a(x))  # type: ignore[no-any-return]
+
+    model: Any = seeded(Scaled)
+    handle = convert(model, 0.06)
+    assert chains_of(handle) == ["a.fc b.fc"] and holders(model) == [""]
+    calls = (model, lambda x: model(x, 2.0), model.encode, model.a)
+    assert [count_chains(call) for call in calls] == [1, 2, 2, 1]
+    model.a.register_forward_hook(lambda *_: None)
+    assert count_chains(model) == 2
+    model.a._forward_hooks.clear()
+    handle.use_routes({}, off_chains=[("a.fc", "b.fc")])
+    assert [count_chains(call) for call in calls] == [0, 0, 0, 0]
+
+
+def test_sequences_in_one_that_hands_values_on_have_chains(chain_book: Book) -> None:
+    blocks = lambda: nn.Sequential(Wide(), Narrow())  # noqa: E731
+    model = seeded(lambda: nn.Sequential(blocks(), nn.LayerNorm(512), nn.Linear(512, 16)))
+    assert chains_of(convert(model, 0.06)) == ["0.0.fc 0.1.fc"]
 
 
 # --- changes
@@ -175,11 +240,11 @@ def add_a_block(net: Any) -> None:
 
 
 def set_a_number(net: Any) -> None:
-    net.blocks[0].factor = 3
+    net.blocks[0].factor = -1
 
 
 def set_a_method(net: Any) -> None:
-    net.blocks[0].scaled = lambda y: 2 * y
+    net.blocks[0].scaled = torch.neg
 
 
 def set_a_function(net: Any) -> None:
@@ -198,17 +263,30 @@ def change_the_class(net: Any) -> None:
     net.blocks[1].__class__ = Other
 
 
+def call_otherwise(net: Any) -> None:
+    class Twice(Narrow):
+        def __call__(self, *given: Any) -> Any:
+            return 2 * super().__call__(*given)
+
+    net.blocks[1].__class__ = Twice
+
+
+def set_a_class_method(net: Any) -> None:
+    net.blocks[1].clamp = torch.tanh
+
+
 def hook_a_block(net: Any) -> None:
     net.blocks[1].register_forward_hook(lambda *given: 2 * given[2])
 
 
 def hook_before_a_block(net: Any) -> None:
-    net.blocks[1].register_forward_pre_hook(lambda _, given: (2 * given[0],))
+    net.blocks[1].register_forward_pre_hook(lambda _, given: (given[0].flip(1),))
 
 
 CHANGES = [
     replace_a_layer, replace_a_norm, replace_a_block, add_a_block, set_a_number, set_a_method,
-    set_a_function, set_a_forward, change_the_class, hook_a_block, hook_before_a_block,
+    set_a_function, set_a_forward, set_a_class_method, change_the_class, call_otherwise,
+    hook_a_block, hook_before_a_block,
 ]  # fmt: skip
 
 
@@ -232,15 +310,15 @@ def test_the_own_forwards_run_after_a_change(
         change(each)
     if "hook" in change.__name__:  # compiled code does not notice a new one, whoever called it
         torch._dynamo.reset()
-    assert torch.equal(call(x), plain(x)) and not torch.equal(plain(x), y)
+    assert are_near(call(x), plain(x)) and not are_near(y, plain(x))
 
 
 def test_a_compiled_block_is_called(chain_book: Book) -> None:
-    model, x = made(), rows()
+    model, x, graphs = made(), rows(), []
     convert(model, 0.06)
-    model(x)
-    model.blocks[1].compile(backend="eager")
-    assert not is_chained(model)
+    y = model(x)
+    model.blocks[1].compile(backend=lambda graph, _: graphs.append(graph) or graph)
+    assert torch.allclose(model(x), y, atol=0.5) and graphs
 
 
 def test_functions_of_a_class_are_compared(
@@ -250,12 +328,17 @@ def test_functions_of_a_class_are_compared(
     plain = copy.deepcopy(model)
     convert(model, 0.06)
     model(x)
-    monkeypatch.setattr(Wide, "activate", staticmethod(torch.tanh))
-    assert torch.equal(model(x), plain(x))
-    monkeypatch.undo()
-    assert is_chained(model)
-    monkeypatch.setattr(Narrow, "forward", lambda self, x: self.fc(x))
-    assert torch.equal(model(x), plain(x))
+    y = model(x)
+    changes = {
+        (Wide, "activate"): staticmethod(torch.tanh),
+        (Narrow, "clamp"): classmethod(lambda _, y: 2 * y),
+        (Narrow, "forward"): lambda self, x: self.fc(x),
+    }
+    for where, change in changes.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(*where, change)
+            assert are_near(model(x), plain(x)) and not are_near(y, plain(x))
+        assert count_chains(model) == 1
 
 
 def test_hooks_of_all_modules_are_called(chain_book: Book) -> None:
@@ -271,6 +354,19 @@ def test_hooks_of_all_modules_are_called(chain_book: Book) -> None:
     assert is_chained(model)
 
 
+def test_hooks_of_all_backward_passes_are_called(chain_book: Book) -> None:
+    model, x, seen = made(), rows().requires_grad_(), list[nn.Module]()
+    convert(model, 0.06)
+    model(x)
+    register = nn.modules.module.register_module_full_backward_hook
+    hook = register(lambda module, *_: seen.append(module))
+    try:
+        model(x).float().sum().backward()
+    finally:
+        hook.remove()
+    assert {*model.blocks} <= {*seen}
+
+
 def test_dropout_in_training_draws_as_before(chain_book: Book) -> None:
     model, x = seeded(lambda: nn.Sequential(Wide(), nn.Dropout(), Narrow())), rows()
     plain: Any = copy.deepcopy(model)
@@ -284,8 +380,48 @@ def test_dropout_in_training_draws_as_before(chain_book: Book) -> None:
             torch.manual_seed(3)
             found.append(each(x))
             each.eval()
-        assert torch.equal(*found)
-    assert is_chained(model)
+        assert are_near(*found)
+    assert count_chains(model) == 1
+
+
+@pytest.mark.parametrize("is_file", [False, True])
+@pytest.mark.parametrize("change", [change_the_class, set_a_number, set_a_function, replace_a_norm])
+def test_copies_of_a_changed_model_run_their_own_forwards(
+    change: Change, is_file: bool, chain_book: Book, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = made(), rows()
+    convert(model, 0.06)
+    model(x)
+    if change is change_the_class:
+        monkeypatch.setattr(Narrow, "forward", lambda self, x: self.fc(x))
+    elif change is set_a_function:
+        monkeypatch.setattr(Wide, "activate", staticmethod(torch.tanh))
+    else:
+        change(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    other = torch.load(file, weights_only=False) if is_file else copy.deepcopy(model)
+    assert torch.equal(other(x), model(x)) and count_chains(other) == count_chains(model)
+
+
+def test_files_of_other_classes_run_these(
+    chain_book: Book, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a program whose code was edited since."""
+    model, file = made(), io.BytesIO()
+    plain, x = copy.deepcopy(model), rows()
+    convert(model, 0.06)
+    torch.save(model, file)
+    for name, change in (
+        ("forward", lambda self, x: self.fc(x)), ("clamp", classmethod(lambda _, y: 2 * y)),
+    ):  # fmt: skip
+        with monkeypatch.context() as patch:
+            patch.setattr(Narrow, name, change)
+            file.seek(0)
+            assert are_near(torch.load(file, weights_only=False)(x), plain(x))
+    file.seek(0)
+    assert count_chains(torch.load(file, weights_only=False)) == 1
 
 
 class Two(nn.Module):
@@ -311,7 +447,7 @@ def test_forwards_of_two_modes_are_those_of_each(chain_book: Book) -> None:
             torch.manual_seed(3)
             found.append(each(x))
             each.eval()
-        assert torch.equal(*found)
+        assert are_near(*found)
 
 
 # --- what stays
@@ -323,7 +459,7 @@ def test_modules_that_are_called_twice_stay(chain_book: Book) -> None:
 
     model = usual(Net(run))
     assert chains_of(convert(model, 0.06)) == ["blocks.0.fc", "blocks.1.fc"]
-    assert holders(model) == ["blocks.0", "blocks.1"]
+    assert not holders(model)
 
 
 class Branching(Narrow):
@@ -350,7 +486,7 @@ def with_forward(module: Any) -> nn.Module:
     return module  # type: ignore[no-any-return]
 
 
-def unchanged(module: Any) -> nn.Module:
+def compiled_alone(module: Any) -> nn.Module:
     module.compile(backend="eager")
     return module  # type: ignore[no-any-return]
 
@@ -366,6 +502,26 @@ class LooksUp(Wide):
         return super().__getattr__(name)
 
 
+class Negated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return -grads[0]
+
+
+class Negating(Wide):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(Negated.apply(x))  # type: ignore[no-untyped-call]
+
+
+class Reading(Wide):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if "shift" not in vars(self) else x + self.shift)
+
+
 class Calls(Wide):
     def __call__(self, *args: Any) -> Any:
         return 2 * super().__call__(*args)
@@ -376,17 +532,19 @@ class Calls(Wide):
     [
         lambda: (Wide(), Branching()), lambda: (Multiplying(), Narrow()),
         lambda: (hooked(Wide()), Narrow()), lambda: (Wide(), with_forward(Narrow())),
-        lambda: (unchanged(Wide()), Narrow()), lambda: (Disabled(), Narrow()),
+        lambda: (compiled_alone(Wide()), Narrow()), lambda: (Disabled(), Narrow()),
         lambda: (LooksUp(), Narrow()), lambda: (Calls(), Narrow()),
+        lambda: (Negating(), Narrow()), lambda: (Reading(), Narrow()),
         lambda: (nn.Linear(512, 1024), nn.ReLU(), Narrow()),  # the sequence hands values on
     ],
-    ids=["branch", "matrix", "hook", "forward", "compiled", "disabled", "lookup", "call", "open"],
+    ids=["branch", "matrix", "hook", "forward", "compiled", "disabled", "lookup", "call",
+         "function", "vars", "open"],
 )  # fmt: skip
 def test_other_modules_stay(make: Any, chain_book: Book) -> None:
     model = seeded(lambda: nn.Sequential(*make()))
     plain, x = copy.deepcopy(model), rows()
     handle = convert(model, 0.06)
-    assert "" not in holders(model) and all(" " not in chain for chain in chains_of(handle))
+    assert not holders(model) and all(" " not in chain for chain in chains_of(handle))
     for chain in chains_of(handle):  # of the others
         assert chain in ("0.fc", "0", "1.fc", "2.fc")
     assert numerics.measure_errors(model(x), plain.double()(x.double())).row_err < 0.09
@@ -426,7 +584,7 @@ def test_copies_files_and_refreshes_keep_chains(chain_book: Book) -> None:
     for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
         assert is_chained(other) and torch.equal(other(x), y)
         other.blocks[1].register_forward_hook(lambda *given: 2 * given[2])
-        assert not is_chained(other)
+        assert are_near(other(x), 2 * y)
     site = "blocks.0.fc to blocks.1.fc/chain"
     assert handle.refresh(0.01) == [site] and not is_chained(model)
     assert handle.refresh(0.06) == [site]
@@ -453,12 +611,20 @@ def test_conversions_of_a_block_and_of_all_can_be_undone_in_any_order(
     plain = model(x)
     both = [convert(model, 0.06), convert(model.blocks[1], 0.06)]
     y = model(x)
-    assert holders(model) == ["", "blocks.1"] and not torch.equal(y, plain)
+    assert holders(model) == [""] and count_chains(model) == 1 and not torch.equal(y, plain)
     both.pop(0 if is_first else 1).undo()
-    assert holders(model) == (["blocks.1"] if is_first else [""])
+    assert holders(model) == ([] if is_first else [""]) and count_chains(model) == 1
     assert torch.equal(model(x), y) is not is_first
     both[0].undo()
-    assert torch.equal(model(x), plain) and not holders(model)
+    assert torch.equal(model(x), plain) and count_chains(model) == 0
+
+
+def test_a_loss_is_limited_after_a_block_was_removed(chain_book: Book) -> None:
+    model, x = seeded(lambda: nn.Sequential(Wide(), Narrow())), rows()
+    handle = convert(model, 0.06)
+    del model[1]  # type: ignore[attr-defined]
+    found = handle.limit_loss(lambda x: model(x).float().square().mean(), [x] * 8, relative=0.5)
+    assert found.relative == 0.5
 
 
 def test_tuning_turns_the_chain_off(chain_book: Book) -> None:

@@ -29,7 +29,7 @@ class Around(nn.Module):
     def __init__(self, run: Run) -> None:
         super().__init__()
         self.w, self.b = nn.Parameter(torch.randn(K, K)), nn.Parameter(torch.randn(K))
-        self.child, self.run = nn.ReLU(), run
+        self.child, self.of_property, self.run = nn.ReLU(), OfProperty(), run
         self.seen: list[Any] = []
         self.cache: dict[Any, Any] = {"of": []}
 
@@ -115,6 +115,42 @@ def seeds(s: Any, x: Tensor) -> Tensor:
         return torch.rand_like(x) @ s.w
 
 
+def asks_for_inference(s: Any, x: Tensor) -> Tensor:
+    return x @ s.w if torch.is_inference_mode_enabled() else x  # type: ignore[no-any-return]
+
+
+class Negated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return -grads[0]
+
+
+def calls_an_autograd_function(s: Any, x: Tensor) -> Tensor:
+    return Negated.apply(x) @ s.w  # type: ignore[no-any-return, no-untyped-call]
+
+
+def reads_all_attributes(s: Any, x: Tensor) -> Tensor:
+    return x @ s.w if "shift" not in vars(s) else x + s.shift  # type: ignore[no-any-return]
+
+
+def reads_all_attributes_of_a_child(s: Any, x: Tensor) -> Tensor:
+    return x @ s.w if "shift" not in s.child.__dict__ else x  # type: ignore[no-any-return]
+
+
+class OfProperty(nn.ReLU):
+    @property
+    def function(self) -> Any:
+        return torch.tanh
+
+
+def calls_a_property(s: Any, x: Tensor) -> Any:
+    return s.of_property.function(x @ s.w)
+
+
 REFUSED = "the mode of gradients or autocast"
 
 
@@ -138,6 +174,11 @@ REFUSED = "the mode of gradients or autocast"
         (checkpoints, f"changes {REFUSED}, or another one"),
         (attends_by_a_backend, f"changes {REFUSED}, or another one"),
         (seeds, f"changes {REFUSED}, or another one"),
+        (asks_for_inference, f"depends on {REFUSED}"),
+        (calls_an_autograd_function, "calls the autograd function Negated"),
+        (reads_all_attributes, "reads all attributes of a module"),
+        (reads_all_attributes_of_a_child, "reads all attributes of a module"),
+        (calls_a_property, "reads a function by the property function"),
     ],
 )
 @pytest.mark.parametrize("has_gradients", [True, False])
@@ -148,6 +189,8 @@ def test_what_a_graph_does_not_show(run: Run, words: str, has_gradients: bool) -
     with torch.set_grad_enabled(has_gradients), pytest.raises(UnsupportedError, match=words):
         traced_modes(model)
     assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
+    assert not torch.is_inference_mode_enabled()
+    assert torch.equal(Negated.apply(torch.ones(1)), torch.ones(1))  # type: ignore[no-untyped-call]
     assert [dict(vars(m)) for m in model.modules()] == before
     assert ((model.seen, model.cache), list(model._buffers)) == state
 
