@@ -2,10 +2,11 @@
 
     python scripts/measure_chains.py [--rows 8192] [--budget 0.06] [--backend] [WORD ...]
 
-Residual blocks, MLPs, feed-forward layers, torch's encoder layers and towers: for each the speedup
-over bf16 of the same modules, times of both, the error of the output beside float64, and the
-chains. Words choose models whose name contains one of them. ``--backend`` compiles the model with
-backend "lokakern" instead of converting it. ``--rows 64`` tries it on a CPU, without times.
+Residual blocks, MLPs, feed-forward layers, torch's encoder layers, towers, and blocks with forwards
+of their own: for each the speedup over bf16 of the same modules, times of both, the error of the
+output beside float64, and the chains. Words choose models whose name contains one of them.
+``--backend`` compiles the model with backend "lokakern" instead of converting it. ``--rows 64``
+tries it on a CPU, without times.
 """
 
 from __future__ import annotations
@@ -55,12 +56,50 @@ class FeedForward(nn.Module):
         return x + self.down(self.act(self.up(self.norm(x))))  # type: ignore[no-any-return]
 
 
+class Block(nn.Module):
+    """A layer, a norm if any, and relu, with a forward of its own."""
+
+    def __init__(self, k: int, n: int, norm: bool) -> None:
+        super().__init__()
+        self.fc, self.norm = nn.Linear(k, n), nn.LayerNorm(n) if norm else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.fc(x)
+        return torch.relu(y if self.norm is None else self.norm(y))
+
+
+class MLP(nn.Module):
+    """Two layers, with a forward of their own."""
+
+    def __init__(self, columns: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(columns, columns), nn.Linear(columns, columns)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x)))  # type: ignore[no-any-return]
+
+
+class Apart(nn.Module):
+    """``norm(x + mlp(x))``."""
+
+    def __init__(self, columns: int) -> None:
+        super().__init__()
+        self.mlp, self.norm = MLP(columns), nn.LayerNorm(columns)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x + self.mlp(x))  # type: ignore[no-any-return]
+
+
 def layers(sizes: tuple[int, ...], act: type[nn.Module], norm: bool) -> nn.Sequential:
     """An MLP, or a tower with layer norms."""
     modules: list[nn.Module] = []
     for k, n in itertools.pairwise(sizes):
         modules += [nn.Linear(k, n), *([nn.LayerNorm(n)] if norm else []), act()]
     return nn.Sequential(*modules)
+
+
+def blocks(*sizes: int, norm: bool) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(*(Block(k, n, norm) for k, n in itertools.pairwise(sizes)))
 
 
 class Encoder(nn.Module):
@@ -98,6 +137,12 @@ MODELS: dict[str, tuple[int, Callable[[], nn.Module]]] = {
     "tower 3200-2048-2048-1024 with relu": (
         3200, lambda: layers((3200, 2048, 2048, 1024), nn.ReLU, norm=True)
     ),
+    "4 blocks relu(fc(x)), 1024": (1024, blocks(*[1024] * 5, norm=False)),
+    "4 blocks relu(norm(fc(x))), 2048": (2048, blocks(*[2048] * 5, norm=True)),
+    "tower of blocks 3200-2048-2048-1024 with relu": (
+        3200, blocks(3200, 2048, 2048, 1024, norm=True)
+    ),
+    "2 x norm(x + mlp(x)), 1024": (1024, repeated(Apart, 1024, 2)),
 }  # fmt: skip
 
 

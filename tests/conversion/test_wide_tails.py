@@ -140,6 +140,31 @@ def epilogues_of(handle: Conversion) -> list[str]:
     return [x.epilogue for span in handle.spans for chain in span.plan.chains for x in chain.layers]
 
 
+class Apart(nn.Module):
+    """A layer with a forward of its own."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("run", PATTERNS, ids=lambda run: run.__name__)
+@pytest.mark.sample(every=5)
+def test_layers_of_other_forwards_have_wide_tails(run: Run, book: Book) -> None:
+    measure(book, PATTERNS[run])
+    model, x = made(run), rows()
+    model.fc = Apart(model.fc)  # type: ignore[assignment]
+    exact = copy.deepcopy(model).double()(x.double())
+    handle = convert(model, 0.06)
+    assert epilogues_of(handle) == [PATTERNS[run]] and is_chained(model)
+    assert numerics.measure_errors(model(x), exact).row_err < 0.06
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=False)
+    assert is_chained(compiled) and torch.equal(compiled(x), model(x))
+
+
 @pytest.mark.parametrize("run", PATTERNS)
 def test_a_residual_or_a_gate_is_a_part_of_a_chain(run: Run, book: Book) -> None:
     measure(book, PATTERNS[run])
