@@ -461,9 +461,7 @@ class Conversion:
         self._step_host: StepHost | None = None  # of training, where it is known
         self._tails: dict[int, list[FoundTail]] = {}  # of callers, by id
         self._inlined: dict[int, InlinedForward] = {}  # of outer callers, by id
-        self._inner_spans: list[
-            TailSpan
-        ] = []  # in the forwards of others, and where these do not run
+        self._inner_spans: list[TailSpan] = []  # that spans of outer callers replace
         self._behind_crosses: dict[str, CrossGradients] = {}  # by the name of the last layer
         self._untimed: set[tuple[int, int, str]] = set()  # n and k of the reading layer, activation
         self._model = weakref.ref(model)

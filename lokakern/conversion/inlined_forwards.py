@@ -60,7 +60,7 @@ class Inlined(NamedTuple):
 
     Attributes:
         spans: The spans of the model with those across forwards.
-        inner: Those that these replace, of forwards that run where one around them does not.
+        inner: Spans that these replace, for calls in which the outer forward runs its own code.
         forwards: By the id of a module, what its forward holds.
     """
 
@@ -156,7 +156,7 @@ def _unmeasured(spans: Iterable[TailSpan]) -> list[TailSpan]:
 
 
 class _Forwards:
-    """Which modules a forward may hold; each module is traced once."""
+    """Which modules a forward may hold."""
 
     def __init__(self, apart: Collection[int]) -> None:
         self._apart = apart

@@ -23,7 +23,7 @@ import operator
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -76,6 +76,7 @@ from lokakern.nn.tail import (
 from lokakern.nn.torch_owners import without_fast_path
 from lokakern.nn.traced_forward import (
     CHILDREN,
+    FUNCTIONS,
     MISSING,
     MODE,
     PASSING_MASKS,
@@ -95,7 +96,7 @@ from lokakern.types import Granularity
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)  # which a forward reads, and does not call
 _OTHER = "\0other"  # stands for what is not compared
-_FUNCTIONS = (FunctionType, BuiltinFunctionType, staticmethod, classmethod)
+_METHOD = "\0method"  # in files of earlier versions, for a method
 _MOST_SHAPES = 16
 CALL = nn.Module.__call__  # of modules whose calls run hooks and a forward, and no more
 _CODES: WeakKeyDictionary[type[nn.Module], CodeType] = WeakKeyDictionary()
@@ -207,6 +208,7 @@ class CrossedForward:
     # Modules whose forwards are parts of this one, each with its class and the forward of that.
     _inlined: tuple[tuple[nn.Module, type[nn.Module], Any], ...] = ()
     _is_stale = False  # a copy of one that was not as it was traced
+    _code = ""  # of one that was copied or saved, its `_digest` then; of earlier versions none
     _missing: tuple[str, ...] = ()  # names of attributes that a forward asked for in vain
     _none: tuple[str, ...] = ()  # and of parameters and buffers that were None
     _handed_on: tuple[str, ...] = ()  # arguments that may be None
@@ -272,7 +274,7 @@ class CrossedForward:
         if names is not None and CHILDREN not in names:  # a compiler may be unable to read others
             self._read = (*(x for x in module._modules if x in names and x != CHILD), CHILD)
         self._read_children = children_of(module, self._read)
-        self._missing = tuple(sorted(x for x in names or () if not hasattr(module, x)))
+        self._missing = tuple(sorted(x for x in names or () if _lacks(module, x)))
         tensors = {**module._parameters, **module._buffers}
         self._none = tuple(
             x for x, now in tensors.items() if now is None and (names is None or x in names)
@@ -510,6 +512,13 @@ class CrossedForward:
             return False
         return are_same(tuple(self.module._modules.values()), known)
 
+    def _digest(self) -> str:
+        """Of the code of classes that it was traced from."""
+        read = [(self.module, "forward"), *((x, "forward") for x, *_ in self._inlined)]
+        read += [(x, name) for x, name, value in self._of_children if isinstance(value, Method)]
+        read += [(self.module, x) for x, value in self._of_class.items() if type(value) is Method]
+        return " ".join(text_of_code(_plain(type(x)), name) for x, name in read)
+
     @property
     def _has_same_code(self) -> bool:
         """Whether classes and their functions are those of the trace; a copy looks them up anew."""
@@ -563,44 +572,34 @@ class CrossedForward:
             name: _Module(x.__name__) if isinstance(x, ModuleType) else x
             for name, x in self._names.items()
         }
-        # Functions of local classes cannot be pickled: a copy finds those that are alike.
+        # Functions of local classes cannot be pickled: a copy looks them up, and compares the code.
         of_children = [
-            (child, name, Method(text_of_code(value.function)))
-            if isinstance(value, Method) else (child, name, value)
+            (child, name, Method(None) if isinstance(value, Method) else value)
             for child, name, value in self._of_children
-        ]  # fmt: skip
+        ]
         of_class = {
-            name: Method(text_of_code(x.function)) if isinstance(x, Method) else x
-            for name, x in self._of_class.items()
+            name: Method(None) if isinstance(x, Method) else x for name, x in self._of_class.items()
         }
-        inlined = tuple((x, None, text_of_code(forward)) for x, _, forward in self._inlined)
+        inlined = tuple((x, None, None) for x, *_ in self._inlined)
         return {**vars(self), "_names": names, "_functions": [], "_only_function": None,
-                "_is_idle_at": None, "_own_forward": text_of_code(self._own_forward),
+                "_is_idle_at": None, "_own_forward": None, "_code": self._digest(),
                 "_of_children": of_children, "_of_class": of_class, "_inlined": inlined,
                 "_is_stale": self._is_stale or not self._has_same_code}  # fmt: skip
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        codes = [(self._own_forward, _forward_of(type(self.module)))]
-        codes += [(text, _forward_of(type(x))) for x, _, text in self._inlined]
-        self._own_forward = codes[0][1]
+        self._own_forward = _forward_of(type(self.module))
         self._inlined = tuple((x, _plain(type(x)), _forward_of(type(x))) for x, *_ in self._inlined)
-
-        def found(module: nn.Module, name: str, value: Any) -> Any:
-            if not isinstance(value, Method):
-                return value
-            now = _of_class(module, name)
-            codes.append((value.function, now))
-            return Method(now)
-
         self._of_children = [
-            (x, name, found(x, name, value)) for x, name, value in self._of_children
+            (x, name, Method(_of_class(x, name)) if isinstance(value, Method) else value)
+            for x, name, value in self._of_children
         ]
         self._of_class = {
-            name: found(self.module, name, value) for name, value in self._of_class.items()
-        }
-        # Earlier versions kept no code.
-        if any(text is not None and text != text_of_code(now) for text, now in codes):
+            name: Method(_of_class(self.module, name))
+            if isinstance(value, Method) or value == _METHOD else value
+            for name, value in self._of_class.items()
+        }  # fmt: skip
+        if self._code not in ("", self._digest()):
             self._is_stale = True
         if "_read_children" not in state:  # of earlier versions
             self._read_children = self._children
@@ -729,6 +728,12 @@ def _plain(kind: type[nn.Module]) -> type[nn.Module]:
     return nn.Sequential if kind is BoundedSequential else kind
 
 
+def _lacks(module: nn.Module, name: str) -> bool:
+    """Whether a module has no such attribute; a property may raise any error."""
+    is_of_class = inspect.getattr_static(type(module), name, None) is not None
+    return not is_of_class and not hasattr(module, name)
+
+
 def _of_class(module: nn.Module, name: str) -> Any:
     """What the class of a module has under a name, or the function of a method."""
     found = getattr(type(module), name, None)
@@ -741,7 +746,9 @@ def _runs(module: nn.Module, kind: type[nn.Module], forward: Any) -> bool:
         return False
     if module._compiled_call_impl is not None or _plain(type(module)) is not kind:
         return False
-    if type(module).__call__ is not CALL or _forward_of(type(module)) is not forward:
+    # torch.export replaces that of all modules while it traces.
+    call = nn.Module.__call__ if is_compiling() else CALL
+    if type(module).__call__ is not call or _forward_of(type(module)) is not forward:
         return False
     return crossed_of(module) is not None or not has_own_call(module)
 
@@ -802,8 +809,7 @@ def _is_same(one: Any, other: Any) -> bool:
 def _settings_of(module: nn.Module, names: set[str] | None) -> dict[str, Any]:
     """What a module has from its class: all settings, and of others those with these names.
 
-    A `Method` stands for what is read as it is, or by a function, and `_OTHER` for what a property
-    makes, and without names for everything.
+    A `Method` stands for a function, and `_OTHER` for all else, and without names for both.
     """
     mro = _plain(type(module)).__mro__
     found: dict[str, Any] = {}
@@ -816,9 +822,10 @@ def _settings_of(module: nn.Module, names: set[str] | None) -> dict[str, Any]:
             elif names is None:
                 found.setdefault(name, _OTHER)
             elif name in names:
-                is_known = isinstance(value, _FUNCTIONS) or not hasattr(type(value), "__get__")
                 function = getattr(value, "__func__", value)
-                found.setdefault(name, Method(function) if is_known else _OTHER)
+                found.setdefault(
+                    name, Method(function) if isinstance(function, FUNCTIONS) else _OTHER
+                )
     return found
 
 

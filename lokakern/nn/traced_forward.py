@@ -15,7 +15,14 @@ import random
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import CodeType, FrameType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FrameType,
+    FunctionType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -32,6 +39,7 @@ _OF_MODULES = frozenset(dir(nn.Module()))
 _OF_OTHERS = ("_modules", "_parameters", "_buffers")  # names that are no attributes
 _HARMLESS = ("training", "forward", "__class__")  # others may show all children or attributes
 _ALL = "*"
+FUNCTIONS = (FunctionType, BuiltinFunctionType, staticmethod, classmethod)
 _SETTINGS = (bool, int, float, str, type(None))
 CHILDREN, MODE = "_modules", "training"  # in the place of names: what is no attribute to compare
 MISSING, PRESENT = "\0missing", "\0present"  # in the place of a value; of a parameter that is one
@@ -82,7 +90,7 @@ def in_place_divide(x: Any, y: Any) -> Any:
 
 
 class Method(NamedTuple):
-    """In the place of a value: the function of a method, or what else a forward read of a class."""
+    """In the place of a value: the function of a method, which a forward read of a class."""
 
     function: Any
 
@@ -326,27 +334,45 @@ def own_reads_of(graph: fx.Graph) -> set[str] | None:
     return _OWN_READS.get(graph)
 
 
-def text_of_code(function: Any) -> str:
-    """A text that functions with other code do not share; of others than Python's their name."""
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return str(getattr(function, "__qualname__", type(function).__qualname__))
-    return hashlib.sha256(repr(_parts_of(code)).encode()).hexdigest()
+def text_of_code(kind: type[nn.Module], name: str) -> str:
+    """A digest of the code that a class of modules and its bases have under a name.
+
+    It changes with what the functions do, their defaults and what they enclose, and not with the
+    file and the lines that they are in.
+    """
+    mro = kind.__mro__
+    held = (vars(base).get(name) for base in mro[: mro.index(nn.Module)])
+    parts = [_parts_of(getattr(x, "__func__", x), set()) for x in held if x is not None]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-def _parts_of(code: CodeType) -> tuple[Any, ...]:
-    """What code does, without the file and the lines that it is in."""
-    constants = [
-        _parts_of(x) if isinstance(x, CodeType)
-        else sorted(map(repr, x)) if isinstance(x, frozenset) else repr(x)
-        for x in code.co_consts
-    ]  # fmt: skip
-    return (code.co_code, code.co_names, code.co_varnames, code.co_freevars, constants)
+def _parts_of(x: Any, seen: set[int]) -> Any:
+    """What a function, its code or a value is, as what `repr` tells alike in each process."""
+    if isinstance(x, frozenset):
+        return sorted(repr(_parts_of(y, seen)) for y in x)
+    if isinstance(x, tuple):
+        return [_parts_of(y, seen) for y in x]
+    if isinstance(x, CodeType):
+        known = (x.co_code, x.co_flags, x.co_argcount, x.co_kwonlyargcount, x.co_posonlyargcount)
+        names = (x.co_names, x.co_varnames, x.co_freevars)
+        return known, names, [_parts_of(y, seen) for y in x.co_consts]
+    if is_setting(x) or isinstance(x, bytes | complex):
+        return repr(x)
+    if not isinstance(x, FunctionType) or id(x) in seen:
+        return getattr(x, "__qualname__", type(x).__qualname__)
+    seen.add(id(x))
+    try:
+        cells = inspect.getclosurevars(x).nonlocals.items()
+    except ValueError:  # one is empty
+        cells = {}.items()
+    given = (x.__defaults__ or (), *sorted((x.__kwdefaults__ or {}).items()), *sorted(cells))
+    return _parts_of(x.__code__, seen), [_parts_of(y, seen) for y in given]
 
 
 def is_row(kind: type[nn.Module]) -> bool:
     """Whether the forward of a class is that of `nn.Sequential`, as in subclasses of users."""
-    return kind.forward is nn.Sequential.forward
+    of = nn.Sequential
+    return kind.forward is of.forward and kind.__iter__ is of.__iter__  # type: ignore[attr-defined]
 
 
 def looks_up(kind: type[nn.Module]) -> bool:
@@ -390,11 +416,10 @@ def _settings_read(
             elif is_known and _is_read_by_user():
                 found.append((self, name, value))
             elif name not in _OF_MODULES and _is_read_by_user():
+                function = getattr(value, "__func__", value)
                 held = inspect.getattr_static(type(self), name, None)
-                if isinstance(held, classmethod | staticmethod) or held is value:
-                    found.append((self, name, Method(getattr(value, "__func__", value))))
-        if _is_of_property(self, name, value) and _is_read_by_user():
-            raise UnsupportedError(f"its forward reads a function by the property {name}")
+                if isinstance(held, FUNCTIONS) and isinstance(function, FUNCTIONS):
+                    found.append((self, name, Method(function)))
         return value
 
     # Modules have none of their own, as their __getattr__ gets only what is no attribute.
@@ -403,13 +428,6 @@ def _settings_read(
         yield
     finally:
         del nn.Module.__getattribute__
-
-
-def _is_of_property(module: nn.Module, name: str, value: Any) -> bool:
-    """Whether a value is a function that a property of a user made, which may be another one."""
-    if not callable(value) or name in _OF_MODULES or isinstance(value, nn.Module | fx.Proxy):
-        return False
-    return isinstance(inspect.getattr_static(type(module), name, None), property)
 
 
 def _is_of_torch(frame: FrameType) -> bool:

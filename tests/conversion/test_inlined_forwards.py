@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import io
 from collections.abc import Callable
 from typing import Any
@@ -405,23 +407,60 @@ def test_copies_of_a_changed_model_run_their_own_forwards(
     assert torch.equal(other(x), model(x)) and count_chains(other) == count_chains(model)
 
 
+def scaled(by: float) -> Callable[..., Any]:
+    def decorate(forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def run(self: Any, x: Tensor, shift: float = 0.0) -> Tensor:
+            return by * forward(self, x) + shift  # type: ignore[no-any-return]
+
+        return run
+
+    return decorate
+
+
+class Above(Narrow):
+    """Its forward calls that of its base."""
+
+    @scaled(1.0)
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x)
+
+
+def with_default(self: Any, x: Tensor, shift: float = 1.0) -> Tensor:
+    return Narrow.forward(self, x) + shift
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "change"),
+    [
+        (Narrow, "forward", lambda self, x: self.fc(x)),
+        (Narrow, "clamp", classmethod(lambda _, y: 2 * y)),
+        (Above, "forward", scaled(2.0)(Above.forward.__wrapped__)),  # type: ignore[attr-defined]
+        (Above, "forward", with_default),
+        (Wide, "activate", staticmethod(torch.tanh)),
+    ],
+    ids=["body", "method", "closure", "default", "function"],
+)
+@pytest.mark.parametrize("is_inlined", [True, False])
 def test_files_of_other_classes_run_these(
-    chain_book: Book, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    where: Any, name: str, change: Any, is_inlined: bool, chain_book: Book,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """As of a program whose code was edited since."""
-    model, file = made(), io.BytesIO()
-    plain, x = copy.deepcopy(model), rows()
-    convert(model, 0.06)
+    model: Any = seeded(lambda: nn.Sequential(Wide(), Above()))
+    plain, x, file = copy.deepcopy(model), rows(), io.BytesIO()
+    handle = convert(model if is_inlined else model[1], 0.06)
+    if not is_inlined:
+        convert(model[0], 0.06)
+    assert count_chains(model) == (1 if is_inlined else 2), handle.explain()
+    y = model(x)
     torch.save(model, file)
-    for name, change in (
-        ("forward", lambda self, x: self.fc(x)), ("clamp", classmethod(lambda _, y: 2 * y)),
-    ):  # fmt: skip
-        with monkeypatch.context() as patch:
-            patch.setattr(Narrow, name, change)
-            file.seek(0)
-            assert are_near(torch.load(file, weights_only=False)(x), plain(x))
     file.seek(0)
-    assert count_chains(torch.load(file, weights_only=False)) == 1
+    assert torch.equal(torch.load(file, weights_only=False)(x), y)
+    monkeypatch.setattr(where, name, change)
+    file.seek(0)
+    assert are_near(torch.load(file, weights_only=False)(x), plain(x))
+    assert not are_near(y, plain(x))
 
 
 class Two(nn.Module):
@@ -570,6 +609,61 @@ def test_training_calls_modules_as_before(chain_book: Book) -> None:
     model = made()
     convert(model, 0.06, inference=False)
     assert not holders(model)
+
+
+class Constants(Wide):
+    """Reads what a class holds, which compilers make anew."""
+
+    sizes, part, kept = (1, [2]), slice(None), functools.partial(torch.add, alpha=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.activate(self.fc(x[self.part]))
+        return y if self.sizes[1] else self.kept(y, y)  # type: ignore[no-any-return]
+
+
+def test_constants_of_classes_are_read_in_compiled_code(chain_book: Book) -> None:
+    model, x = seeded(lambda: nn.Sequential(Constants(), Narrow())), rows()
+    assert chains_of(convert(model, 0.06)) == ["0.fc 1.fc"] and count_chains(model) == 1
+    compiled = torch.compile(model, fullgraph=True, backend="eager", dynamic=False)
+    assert torch.equal(compiled(x), model(x))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_exported_programs_have_the_chain(strict: bool, chain_book: Book) -> None:
+    model, x = seeded(lambda: nn.Sequential(Wide(), Narrow())), rows()
+    convert(model, 0.06)
+    found = torch.export.export(model, (x,), strict=strict)
+    assert torch.equal(found.module()(x), model(x))
+
+
+class Attached(Narrow):
+    """Has a property that raises, as modules of training frameworks do."""
+
+    @property
+    def trainer(self) -> Any:
+        raise RuntimeError("not attached")
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        with contextlib.suppress(RuntimeError):
+            x = x * self.trainer.scale
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("make", [Attached, lambda: nn.Sequential(Wide(), Attached())])
+def test_properties_may_raise(make: Callable[[], nn.Module], chain_book: Book) -> None:
+    assert len(chains_of(convert(seeded(make), 0.06))) == 1
+
+
+def test_files_of_earlier_versions_keep_chains(chain_book: Book) -> None:
+    model, x = made(), rows()
+    convert(model, 0.06)
+    y, crossed = model(x), crossed_of(model.blocks[0])
+    assert crossed is not None
+    state = crossed.__getstate__()
+    del state["_code"], state["_is_stale"]
+    state["_of_class"] = dict.fromkeys(state["_of_class"], "\0method")
+    crossed.__setstate__(state)
+    assert crossed.is_as_traced and torch.equal(model(x), y)
 
 
 # --- conversions

@@ -29,7 +29,7 @@ class Around(nn.Module):
     def __init__(self, run: Run) -> None:
         super().__init__()
         self.w, self.b = nn.Parameter(torch.randn(K, K)), nn.Parameter(torch.randn(K))
-        self.child, self.of_property, self.run = nn.ReLU(), OfProperty(), run
+        self.child, self.run = nn.ReLU(), run
         self.seen: list[Any] = []
         self.cache: dict[Any, Any] = {"of": []}
 
@@ -141,16 +141,6 @@ def reads_all_attributes_of_a_child(s: Any, x: Tensor) -> Tensor:
     return x @ s.w if "shift" not in s.child.__dict__ else x  # type: ignore[no-any-return]
 
 
-class OfProperty(nn.ReLU):
-    @property
-    def function(self) -> Any:
-        return torch.tanh
-
-
-def calls_a_property(s: Any, x: Tensor) -> Any:
-    return s.of_property.function(x @ s.w)
-
-
 REFUSED = "the mode of gradients or autocast"
 
 
@@ -178,7 +168,6 @@ REFUSED = "the mode of gradients or autocast"
         (calls_an_autograd_function, "calls the autograd function Negated"),
         (reads_all_attributes, "reads all attributes of a module"),
         (reads_all_attributes_of_a_child, "reads all attributes of a module"),
-        (calls_a_property, "reads a function by the property function"),
     ],
 )
 @pytest.mark.parametrize("has_gradients", [True, False])
