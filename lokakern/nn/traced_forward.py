@@ -388,8 +388,8 @@ def _settings_read(
     """Note what a forward reads of other modules in the block, and its own names."""
 
     def read(self: nn.Module, name: str) -> Any:
-        if name == "__dict__" and not _is_of_torch(sys._getframe(1)):
-            raise UnsupportedError("its forward reads all attributes of a module (vars, __dict__)")
+        if name == "__dict__" and self is not parent and not _is_of_torch(sys._getframe(1)):
+            raise UnsupportedError("its forward reads all attributes of a child (vars, __dict__)")
         if self is parent and name not in _OF_MODULES:
             own.add(name)  # also of what it lacks
         elif self is parent and name not in _HARMLESS and _is_read_by_user():
