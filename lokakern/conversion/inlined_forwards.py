@@ -232,10 +232,14 @@ def _is_open(sequence: nn.Module) -> bool:
 
     It hands values from norms and activations to layers, and back.
     """
-    is_plain = [not _is_of_user(x) and type(x) not in _BETWEEN for x in sequence.children()]
-    is_layer = [isinstance(x, nn.Linear) for x in sequence.children()]
-    pairs = itertools.pairwise(zip(is_layer, is_plain, strict=True))
-    return not any((a and d) or (b and c) for (a, b), (c, d) in pairs)
+    neighbors = itertools.pairwise(sequence.children())
+    return not any(_are_handed(x, y) or _are_handed(y, x) for x, y in neighbors)
+
+
+def _are_handed(layer: nn.Module, other: nn.Module) -> bool:
+    """Whether these are a layer, and a norm, an activation or another module of torch or ours."""
+    is_other = not _is_of_user(other) and type(other) not in _BETWEEN
+    return isinstance(layer, nn.Linear) and is_other
 
 
 def _within(module: nn.Module) -> Iterator[nn.Module]:

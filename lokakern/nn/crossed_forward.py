@@ -388,6 +388,8 @@ class CrossedForward:
         children, plans = [part.split("\1") for part in self._known.split("\2")]
         if len(children) != len(module._modules) or _has_none((*args, *options.values())):
             return self._run_own(args, options)
+        if _forward_of(type(module)) is not self._own_forward:
+            return self._run_own(args, options)
         for child in children:
             name, identity = child.split("\0")
             if id(module._modules.get(name)) != int(identity):
@@ -608,6 +610,8 @@ class CrossedForward:
             for name, x in self._names.items()
         }
         self._compile()
+        if self._is_stale:
+            self._known = ""
         if self._known:  # of the original
             children, plans = self._known.split("\2")
             names = [child.split("\0")[0] for child in children.split("\1")]

@@ -17,7 +17,16 @@ from torch.nn import functional
 from lokakern import numerics
 from lokakern.nn.crossed_forward import crossed_of
 from tests.conversion.test_tuned_chains import kept, tuned
-from tests.support.chained_models import Given, Run, chains_of, convert, is_chained, rows, tower
+from tests.support.chained_models import (
+    Apart,
+    Given,
+    Run,
+    chains_of,
+    convert,
+    is_chained,
+    rows,
+    tower,
+)
 from tests.support.measurements import Book
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -64,15 +73,15 @@ class Net(Given):
         self.blocks: Any = blocks
 
 
-class Layer(nn.Module):
-    """Calls one child."""
+class Normed(nn.Module):
+    """A norm behind a layer of another forward."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.layer = layer
+        self.inner, self.norm = Apart(nn.Linear(1024, 512)), nn.LayerNorm(512)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)  # type: ignore[no-any-return]
+        return torch.relu(self.norm(self.inner(x)))
 
 
 def in_a_loop(net: Any, x: Tensor) -> Tensor:
@@ -121,18 +130,18 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str, list[str]]] = {
     "row": (lambda: Net(at_once, Row), "blocks.0.fc blocks.1.fc", ["blocks"]),
     "alone": (lambda: nn.Sequential(Wide(), Narrow()), "0.fc 1.fc", [""]),
     "deep": (
-        lambda: nn.Sequential(nn.Sequential(Layer(Wide())), nn.Identity(), Layer(Layer(Narrow()))),
+        lambda: nn.Sequential(nn.Sequential(Apart(Wide())), nn.Identity(), Apart(Apart(Narrow()))),
         "0.0.layer.fc 2.layer.layer.fc", [""],
     ),
     "of-layers": (
-        lambda: nn.Sequential(Layer(nn.Linear(512, 1024)), nn.ReLU(), Narrow()),
+        lambda: nn.Sequential(Apart(nn.Linear(512, 1024)), nn.ReLU(), Narrow()),
         "0.layer 2.fc", [""],
     ),
     "block-first": (
         lambda: nn.Sequential(nn.Sequential(nn.Linear(512, 1024), nn.ReLU()), Narrow()),
         "0.0 1.fc", [""],
     ),
-    "inner": (lambda: Layer(nn.Sequential(Wide(), Narrow())), "layer.0.fc layer.1.fc", ["layer"]),
+    "inner": (lambda: Apart(nn.Sequential(Wide(), Narrow())), "layer.0.fc layer.1.fc", ["layer"]),
     "row-of-layers": (lambda: Row(*tower()), "0 2", []),
 }  # fmt: skip
 
@@ -143,6 +152,7 @@ def test_a_chain_crosses_forwards(name: str, chain_book: Book) -> None:
     make, chain, where = MODELS[name]
     model, x = seeded(make), rows()
     plain, exact = model(x), copy.deepcopy(model).double()(x.double())
+    few = model(rows(100))
     handle = convert(model, 0.06)
     assert chains_of(handle) == [chain] and holders(model) == where
     assert handle.explain().count("chain of 2 layers") == 1
@@ -151,7 +161,7 @@ def test_a_chain_crosses_forwards(name: str, chain_book: Book) -> None:
     assert numerics.measure_errors(y, exact).row_err < 0.09
     compiled: Any = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=False)
     assert is_chained(compiled) and torch.equal(compiled(x), y)
-    assert torch.equal(model(rows(100)), copy.deepcopy(model)(rows(100)))
+    assert torch.equal(model(rows(100)), few)
     assert not is_chained(model, 100) and not is_chained(compiled, 100)
     handle.undo()
     assert torch.equal(model(x), plain)
@@ -159,16 +169,10 @@ def test_a_chain_crosses_forwards(name: str, chain_book: Book) -> None:
 
 
 def test_norms_behind_layers_of_other_forwards_are_theirs(chain_book: Book) -> None:
-    class Normed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner, self.norm = Layer(nn.Linear(1024, 512)), nn.LayerNorm(512)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.relu(self.norm(self.inner(x)))
-
-    model = seeded(Normed)
+    model, x = seeded(Normed), torch.cat([rows(), -rows()], 1)
+    plain = model(x)
     assert chains_of(convert(model, 0.06)) == ["inner.layer"] and holders(model) == [""]
+    assert are_near(model(x), plain) and not torch.equal(model(x), plain)
 
 
 class Stage(nn.Module):
@@ -335,6 +339,7 @@ def test_functions_of_a_class_are_compared(
         (Wide, "activate"): staticmethod(torch.tanh),
         (Narrow, "clamp"): classmethod(lambda _, y: 2 * y),
         (Narrow, "forward"): lambda self, x: self.fc(x),
+        (Narrow, "__call__"): lambda self, x: 2 * nn.Module.__call__(self, x),
     }
     for where, change in changes.items():
         with monkeypatch.context() as patch:
@@ -594,7 +599,7 @@ def test_a_module_of_a_user_between_ends_a_chain_and_no_other(chain_book: Book) 
         def __init__(self) -> None:
             super().__init__()
             self.first, self.last = Wide(), Narrow()
-            self.other, self.more = Layer(nn.Tanh()), Layer(nn.Linear(512, 3))
+            self.other, self.more = Apart(nn.Tanh()), Apart(nn.Linear(512, 3))
 
         def forward(self, x: Tensor) -> Tensor:
             y = self.last(self.first(x))
@@ -729,13 +734,5 @@ def test_tuning_turns_the_chain_off(chain_book: Book) -> None:
 
 
 def test_a_suite_lists_layers_with_norms_of_other_forwards(book: Book) -> None:
-    class Normed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner, self.norm = Layer(nn.Linear(1024, 512)), nn.LayerNorm(512)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.norm(self.inner(x))  # type: ignore[no-any-return]
-
     handle = convert(seeded(Normed), 0.06)
-    assert '"bias+layer+affine"' in handle.suite([512])
+    assert '"bias+layer+affine+relu"' in handle.suite([512])

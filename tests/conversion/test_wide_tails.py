@@ -25,7 +25,7 @@ from lokakern.types import Format
 from lokakern.workloads.suite_files import suite_from_file
 from tests.conversion.test_tuned_chains import kept, tuned
 from tests.support.chain_rows import NARROW, WIDE, fp8_rows, layer_rows, plain_rows
-from tests.support.chained_models import Given, Run, convert, is_chained, rows
+from tests.support.chained_models import Apart, Given, Run, convert, is_chained, rows
 from tests.support.measurements import BF16, H200, Book, gemm, time
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -138,17 +138,6 @@ def made(run: Run) -> Net:
 
 def epilogues_of(handle: Conversion) -> list[str]:
     return [x.epilogue for span in handle.spans for chain in span.plan.chains for x in chain.layers]
-
-
-class Apart(nn.Module):
-    """A layer with a forward of its own."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("run", PATTERNS, ids=lambda run: run.__name__)

@@ -423,6 +423,20 @@ def test_compiled_copies_run_their_crosses(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("is_copied_first", [True, False])
+def test_compiled_code_runs_the_forward_that_a_class_has_by_now(
+    is_copied_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, model = rows(), crossed("low rank")
+    file = pickle.dumps(model) if is_copied_first else b""
+    monkeypatch.setattr(LowRank, "forward", lambda self, x: 2 * self.up(self.down(x)))
+    for each in (model, copy.deepcopy(model), pickle.loads(file or pickle.dumps(model))):
+        torch._dynamo.reset()
+        assert torch.equal(each(x), original(each, x))
+        assert torch.equal(torch.compile(each, backend="eager")(x), original(each, x))
+
+
+@torch.no_grad()
 def test_a_compiled_module_follows_plans() -> None:
     model, x = crossed(), rows()
     torch._dynamo.reset()

@@ -39,6 +39,17 @@ class Given(nn.Module):
         return self.run(self, x)
 
 
+class Apart(nn.Module):
+    """A forward of its own, which calls one child."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)  # type: ignore[no-any-return]
+
+
 def rows(m: int = 512) -> Tensor:
     return torch.randn(m, 512, generator=torch.Generator().manual_seed(1)).bfloat16()
 
