@@ -890,8 +890,11 @@ def uncrossed(module: nn.Module) -> Iterator[None]:
 
 def crossed_of(module: nn.Module) -> CrossedForward | None:
     """What runs the crosses of a module, or None."""
-    found = getattr(vars(module).get("forward"), "__self__", None)
-    return found if isinstance(found, CrossedForward) else None
+    if "forward" not in vars(module):
+        return None
+    found = module.forward  # Dynamo of torch 2.11 finds the owner of this one alone
+    owner = found.__self__ if isinstance(found, MethodType) else None
+    return owner if isinstance(owner, CrossedForward) else None
 
 
 def set_crosses(

@@ -27,6 +27,7 @@ from tests.support.chained_models import (
     rows,
     tower,
 )
+from tests.support.conversions import H200
 from tests.support.measurements import Book
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -736,3 +737,40 @@ def test_tuning_turns_the_chain_off(chain_book: Book) -> None:
 def test_a_suite_lists_layers_with_norms_of_other_forwards(book: Book) -> None:
     handle = convert(seeded(Normed), 0.06)
     assert '"bias+layer+affine+relu"' in handle.suite([512])
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.norm = nn.Linear(2048, 2048), nn.LayerNorm(2048)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.norm(self.fc(x)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("where", ["eager", "compiled", "graph"])
+def test_blocks_have_the_chain_and_bits_of_one_sequence(where: str) -> None:
+    if torch.cuda.get_device_name() != H200:
+        pytest.skip("times are those of the H200")
+    blocks = seeded(lambda: nn.Sequential(*(Layer() for _ in range(4)))).cuda()
+    flat = nn.Sequential(*(part for b in blocks for part in (b.fc, b.norm, nn.ReLU())))
+    flat = copy.deepcopy(flat)
+    found = [convert(m, 0.06, regime="graph-cold") for m in (blocks, flat)]
+    chains = [[c.text for s in h.spans for c in s.plan.chains] for h in found]
+    assert chains[0] == chains[1] and len(chains[0]) == 1
+    x = torch.randn(8192, 2048, device="cuda").bfloat16()
+    with torch.no_grad(), torch.profiler.profile() as profile:
+        blocks(x)
+    assert any(event.name == "lokakern::routed_chain" for event in profile.events())
+    with torch.no_grad():
+        run: list[Callable[[Tensor], Tensor]] = [blocks, flat]
+        if where == "compiled":
+            run = [torch.compile(model, fullgraph=True) for model in run]
+        y, expected = (call(x) for call in run)
+        if where == "graph":
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                y = blocks(x)
+            graph.replay()
+        assert torch.equal(y, expected)

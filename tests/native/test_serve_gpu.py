@@ -17,7 +17,8 @@ EXAMPLE = ROOT / "examples/serve_cpp"
 
 def run(*command: object) -> subprocess.CompletedProcess[str]:
     words = [str(word) for word in command]
-    given = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    path = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
+    given = {**os.environ, "PYTHONPATH": path, "LOKAKERN_NATIVE": ""}  # off in other tests
     return subprocess.run(words, capture_output=True, text=True, env=given, timeout=900)
 
 
