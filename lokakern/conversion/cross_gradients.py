@@ -39,7 +39,8 @@ from lokakern.errors import UnsupportedError
 from lokakern.nn.compiled_form import SUMS, behind_cross
 from lokakern.nn.cross_pattern import crosses_in
 from lokakern.nn.crossed_forward import graph_of
-from lokakern.nn.crossed_gradients import CHUNK, KERNEL
+from lokakern.nn.crossed_gradients import KERNEL
+from lokakern.nn.graph_edit import CHUNK
 from lokakern.nn.linear import is_linear
 from lokakern.nn.routed_matmul import SHARED
 from lokakern.registry.register import KERNELS, fp8_format

@@ -29,11 +29,12 @@ from lokakern.device import current_device
 from lokakern.functional.checks import row_major
 from lokakern.native import recorded_op
 from lokakern.nn.graph_edit import (
-    PARTS,
-    PRODUCTS,
+    CHUNK,
     RESHAPES,
     add,
     behind_gradients,
+    is_read_so,
+    is_there,
     is_written,
     replace,
     value,
@@ -56,7 +57,6 @@ from lokakern.types import Format, Granularity, QuantizedTensor
 
 KERNEL = "cuda.cross_backward"
 MOST_TERMS = 3  # that the kernel adds
-CHUNK = 8  # bfloat16 elements in 16 bytes, which rows start at multiples of
 GROUP, BF16 = Granularity.GROUP, torch.bfloat16
 aten = torch.ops.aten
 _CAST = torch.ops.prims.convert_element_type.default
@@ -126,17 +126,23 @@ def _runs_on(device: torch.device) -> bool:
 
 
 def _quantized_weight_gradient(
-    turned: Tensor, scales: Tensor, x: Tensor, route: str, is_wide: bool
-) -> Tensor:
-    """``turned @ x`` with a gradient whose transpose is in FP8; float32 if it ``is_wide``."""
-    return multiply_quantized(turned, scales, x, route, is_wide=is_wide)
+    turned: Tensor, scales: Tensor, x: Tensor | None, route: str, is_wide: bool,
+    data: Tensor | None = None, data_scales: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """``turned @ x`` with a gradient whose transpose is in FP8; float32 if it ``is_wide``.
+
+    x, too, may be given as the data of its transpose, with scales.
+    """
+    return multiply_quantized(turned, scales, x, route, data, data_scales, is_wide=is_wide)
 
 
 def _quantized_weight_gradient_fake(
-    turned: Tensor, _scales: Tensor, x: Tensor, _route: str, is_wide: bool
-) -> Tensor:
+    turned: Tensor, _scales: Tensor, x: Tensor | None, _route: str, is_wide: bool,
+    data: Tensor | None = None, _data_scales: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     dtype = torch.float32 if is_wide else torch.bfloat16
-    return x.new_empty((turned.shape[0], x.shape[1]), dtype=dtype)
+    k = x.shape[1] if x is not None else data.shape[0] if data is not None else 0
+    return turned.new_empty((turned.shape[0], k), dtype=dtype)
 
 
 _ANY_LAYOUT = (torch.Tag.flexible_layout,)  # a fixed one would copy views of what is not there yet
@@ -149,8 +155,8 @@ recorded_op(
 )
 recorded_op(
     _LIBRARY,
-    "quantized_weight_gradient(Tensor turned, Tensor scales, Tensor x, str route, bool is_wide) -> "
-    "Tensor",
+    "quantized_weight_gradient(Tensor turned, Tensor scales, Tensor? x, str route, bool is_wide, "
+    "Tensor? data=None, Tensor? data_scales=None) -> Tensor",
     _quantized_weight_gradient,
     tags=_ANY_LAYOUT,
 )
@@ -263,7 +269,7 @@ def _readers_of(root: fx.Node, products: list[fx.Node], is_shared: bool) -> _Rea
     to_weight = [x for x in products if x.target is OPS.weight_gradient.default]
     shapes = {_shape_of(x.args[0]) for x in products}
     shape = next(iter(shapes))
-    if not (to_input and to_weight and all(map(_is_usual, to_input))):
+    if not (to_input and to_weight and all(map(multiplies_weight, to_input))):
         return None
     if len(shapes) > 1 or shape is None:
         return None
@@ -278,8 +284,8 @@ def _readers_of(root: fx.Node, products: list[fx.Node], is_shared: bool) -> _Rea
     return _Readers(tuple(to_input), tuple(to_weight), tuple(sums))
 
 
-def _is_usual(product: fx.Node) -> bool:
-    """Whether a product has nothing but a gradient and a weight that is not quantized yet."""
+def multiplies_weight(product: fx.Node) -> bool:
+    """Whether a `routed_gemm` has nothing but a gradient and a weight that is not quantized yet."""
     _, weight, data, scale, bias, _, *others = product.args
     given = (data, scale, bias, *others)
     return weight is not None and not any(given) and not product.kwargs
@@ -307,7 +313,7 @@ def _whole_of(readers: _Readers) -> _Factors | None:
         grad: Any = product.args[0]
         of = grad.meta["val"]
         is_fit = grad in before and of.dtype is BF16 and of.shape[1] % CHUNK == 0
-        if is_fit and _is_read_so(grad, *of.shape):
+        if is_fit and is_read_so(grad, *of.shape):
             return _Factors((grad,), None)
     return None
 
@@ -330,10 +336,10 @@ def _factors_of(graph: fx.Graph, root: fx.Node, readers: _Readers) -> _Factors |
     before = readers.before
 
     def given(x: fx.Node) -> list[fx.Node]:
-        return [y for y in _halves(x) if y in before and _is_read_so(y, m, n)]
+        return [y for y in _halves(x) if y in before and is_read_so(y, m, n)]
 
     terms = [
-        next((y for y in given(x) if _is_there(y) or _is_sum(y)), None) for x in _terms_of(grad)
+        next((y for y in given(x) if is_there(y) or _is_sum(y)), None) for x in _terms_of(grad)
     ]
     factor, known = next(iter(given(x0)), None), tuple(x for x in terms if x is not None)
     return None if factor is None or len(known) < len(terms) else _Factors(known, factor)
@@ -395,28 +401,6 @@ def _halves(x: fx.Node) -> list[fx.Node]:
     return [y for y in dict.fromkeys(found) if (of := value(y)) is not None and of.dtype is BF16]
 
 
-def _is_read_so(x: fx.Node, m: int, n: int) -> bool:
-    """Whether the op may read a node as ``[m, n]`` as it lies in memory."""
-    of = x.meta["val"]
-    if of.shape != (m, n):
-        return bool(of.numel() == m * n and of.is_contiguous())
-    starts = of.stride(0), of.storage_offset()
-    return bool(of.stride(1) == 1 and starts[0] >= n and not any(y % CHUNK for y in starts))
-
-
-def _is_there(x: fx.Node) -> bool:
-    """Whether a node is written anyway: by a caller, a library or one of our ops, or for one."""
-    while True:
-        if is_written(x):
-            return True
-        source = x.args[0] if x.args else None
-        if x.target not in PARTS or not isinstance(source, fx.Node):
-            break
-        x = source
-    is_ours = getattr(x.target, "namespace", "") == "lokakern"
-    return x.op == "placeholder" or x.target in PRODUCTS or is_ours
-
-
 def _quantize(graph: fx.Graph, found: _Factors, readers: _Readers) -> None:
     """Let one op quantize the gradient, and the products read what it writes."""
     of = value(readers.grad)
@@ -450,8 +434,11 @@ def _quantize(graph: fx.Graph, found: _Factors, readers: _Readers) -> None:
 
 
 def _kernel_of(product: fx.Node) -> str:
-    """The route of the kernel in a mark, at every m."""
-    kernel = crossed_kernel(_route_of(product)).removeprefix(SHARED)
+    return route_of(crossed_kernel(_route_of(product)).removeprefix(SHARED))
+
+
+def route_of(kernel: str) -> str:
+    """The route of a kernel at every m, for operands in FP8."""
     load_kernels()
     return route_text(kernel_named(kernel).b_granularity, [(0, kernel)], [(0, kernel)])
 

@@ -17,6 +17,7 @@ PARTS = VIEWS | {
     aten.split_with_sizes.default, aten.squeeze.dim, aten.t.default, aten.transpose.int,
     aten.unbind.int, aten.unsqueeze.default,
 }  # fmt: skip
+CHUNK = 8  # bfloat16 elements in 16 bytes, which rows start at multiples of
 PRODUCTS = {aten.addmm.default, aten.baddbmm.default, aten.bmm.default, aten.mm.default}
 
 
@@ -80,6 +81,28 @@ def is_written(x: fx.Node, *, but: frozenset[fx.Node] = frozenset()) -> bool:
         if reader.target in PARTS and is_written(reader, but=but):
             return True
     return False
+
+
+def is_read_so(x: fx.Node, m: int, n: int) -> bool:
+    """Whether the op may read a node as ``[m, n]`` as it lies in memory."""
+    of = x.meta["val"]
+    if of.shape != (m, n):
+        return bool(of.numel() == m * n and of.is_contiguous())
+    starts = of.stride(0), of.storage_offset()
+    return bool(of.stride(1) == 1 and starts[0] >= n and not any(y % CHUNK for y in starts))
+
+
+def is_there(x: fx.Node) -> bool:
+    """Whether a node is written anyway: by a caller, a library or one of our ops, or for one."""
+    while True:
+        if is_written(x):
+            return True
+        source = x.args[0] if x.args else None
+        if x.target not in PARTS or not isinstance(source, fx.Node):
+            break
+        x = source
+    is_ours = getattr(x.target, "namespace", "") == "lokakern"
+    return x.op == "placeholder" or x.target in PRODUCTS or is_ours
 
 
 def readers(x: fx.Node) -> list[fx.Node]:

@@ -30,6 +30,7 @@ from lokakern.nn.few_terms import sum_few_terms
 from lokakern.nn.flat_sums import IS_NEEDED, sum_to_vectors
 from lokakern.nn.late_taps import tap_at_the_end
 from lokakern.nn.normalized_blocks import keep_blocks
+from lokakern.nn.rectified_gradients import quantize_behind_relus
 from lokakern.nn.rectified_products import rectify_in_products
 from lokakern.nn.saved_inputs import quantize_in_products
 from lokakern.nn.short_attention import (
@@ -56,7 +57,8 @@ EXACT_PASSES: tuple[Callable[[fx.Graph], None], ...] = (
 )  # fmt: skip
 JOINT_PASSES: tuple[Callable[[fx.Graph], None], ...] = (
     quantize_behind_crosses, attend_in_training, add_in_products, round_concatenated,
-    cross_in_products, rectify_in_products, write_in_float32, sum_few_terms,
+    cross_in_products, rectify_in_products, quantize_behind_relus, write_in_float32,
+    sum_few_terms,
 )  # fmt: skip
 OPS = (
     "routed_gemm", "activated_gemm", "rectified_product", "crossed_product", "routed_chain",

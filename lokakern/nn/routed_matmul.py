@@ -716,18 +716,23 @@ def quantized_operands(
 
 
 def multiply_quantized(
-    left: Tensor, scales: Tensor, b: Tensor, route: str, *, is_wide: bool = False
-) -> Tensor:
+    left: Tensor, scales: Tensor, b: Tensor | None, route: str, data: Tensor | None = None,
+    data_scales: Tensor | None = None, *, is_wide: bool = False,
+) -> Tensor:  # fmt: skip
     """``left @ b`` by a route that has a kernel at this m; float32 if it ``is_wide``.
 
     Args:
         left: ``[m, k]`` in FP8, in the granularity that the kernel reads.
         scales: Its scales.
-        b: ``[k, n]``, bfloat16.
+        b: ``[k, n]``, bfloat16; None: only ``data`` is available.
         route: The route, which names the granularity of b.
+        data: FP8 data of ``b.t()``, if there.
+        data_scales: Its scales.
         is_wide: Whether the kernel writes float32.
     """
-    return _multiply(None, b, None, None, None, route, left, scales, is_wide=is_wide)
+    return _multiply(
+        None, b, data, data_scales, None, route, left, scales, is_wide=is_wide
+    )  # fmt: skip
 
 
 def _typed(

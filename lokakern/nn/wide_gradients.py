@@ -49,7 +49,7 @@ def write_in_float32(graph: fx.Graph) -> None:
             elif product.target is OPS.weight_gradient.default and _is_wide(product):
                 op, given = OPS.wide_weight_gradient.default, product.args
             elif product.target is quantized and writes_float32(kernel_at(str(product.args[3]), 0)):
-                op, given = quantized, (*product.args[:4], True)
+                op, given = quantized, (*product.args[:4], True, *product.args[5:])
             elif product.target is from_saved and _is_wide(product, route=3):
                 op, given = from_saved, (*product.args[:4], True)
             else:
