@@ -33,10 +33,7 @@ TOLD_BYTES = 2 * (GROUP * 8 + 8)  # amax of rows
 
 
 class Plan(NamedTuple):
-    """How blocks share 128 rows: how many there are, and how many tiles each of them has.
-
-    Of a block with few teams an SM holds several.
-    """
+    """How blocks share 128 rows: how many there are, and how many tiles each of them has."""
 
     cluster: int
     teams: int

@@ -141,7 +141,9 @@ def _quantized_weight_gradient_fake(
     data: Tensor | None = None, _data_scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     dtype = torch.float32 if is_wide else torch.bfloat16
-    k = x.shape[1] if x is not None else data.shape[0] if data is not None else 0
+    columns = None if data is None else data.shape[0]
+    k = columns if x is None else x.shape[1]
+    assert k is not None  # one of both is there
     return turned.new_empty((turned.shape[0], k), dtype=dtype)
 
 

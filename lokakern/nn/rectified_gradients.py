@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -27,11 +28,14 @@ from lokakern.native import recorded_op
 from lokakern.nn.crossed_gradients import multiplies_weight, route_of
 from lokakern.nn.graph_edit import (
     PARTS,
-    RESHAPES,
     add,
+    behind_gradients,
     is_read_so,
+    is_recomputed,
     is_there,
+    readers,
     replace,
+    same,
     value,
 )
 from lokakern.nn.routed_matmul import (
@@ -52,9 +56,9 @@ from lokakern.types import Format, Granularity, QuantizedTensor
 BF16 = torch.bfloat16
 ROW, GROUP, BLOCK = Granularity.ROW, Granularity.GROUP, Granularity.BLOCK
 MOST_COLUMNS = 4096
-# An H200 takes 26.8 us for 8192 x 1024, where the kernels that it replaces take 36, and at half as
-# many elements as long as they do.
-LEAST_ELEMENTS = 2**23
+# Where it was timed and faster: an H200 takes 26.8 us for 8192 x 1024, where the kernels that it
+# replaces take 36, and for 8192 x 512 or 2048 x 1024 as long as they do.
+LEAST_ROWS, COLUMNS = 8192, (1024, 2048, 4096)
 aten = torch.ops.aten
 _CAST = torch.ops.prims.convert_element_type.default
 _GRADIENTS = (aten.where.self, aten.threshold_backward.default)
@@ -65,7 +69,7 @@ _Six = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def rectified_gradient(grad: Tensor, y: Tensor, writes_output: bool) -> _Six:
-    """The gradient of a relu's input in FP8, and the relu's output.
+    """``grad`` where ``y > 0``, else 0, in FP8, as of a relu whose output is y, and y.
 
     Args:
         grad: That of the output, ``[m, n]``, bfloat16, of a size that the op `takes`.
@@ -142,6 +146,7 @@ class _Gradient(NamedTuple):
         y: The relu's output.
         to_input: The product that computes the gradient of the layer's input.
         to_weight: That of its weight.
+        kernels: Of both products.
     """
 
     dz: fx.Node
@@ -149,12 +154,16 @@ class _Gradient(NamedTuple):
     y: fx.Node
     to_input: fx.Node
     to_weight: fx.Node
+    kernels: tuple[Kernel, Kernel]
 
 
 def quantize_behind_relus(graph: fx.Graph) -> None:
     """Let one op quantize gradients behind relus that two products read in FP8."""
+    behind = behind_gradients(graph)
     for node in list(graph.nodes):
-        found = _gradient_of(node) if node.target in _GRADIENTS else None
+        # Forward passes select, too, and a checkpoint computes them again.
+        is_gradient = node.target in _GRADIENTS and node in behind and not is_recomputed(node)
+        found = _gradient_of(node) if is_gradient else None
         if found is not None:
             _quantize(graph, found)
     graph.eliminate_dead_code()
@@ -166,7 +175,7 @@ def _gradient_of(dz: fx.Node) -> _Gradient | None:
     if sources is None or of is None or of.dim() != 2 or of.dtype is not BF16:
         return None
     (grad, y), (m, n) = sources, of.shape
-    if not takes(m, n) or m * n < LEAST_ELEMENTS or not _is_fast(of.device):
+    if not takes(m, n) or not _is_fast(m, n, of.device):
         return None
     for x in (grad, y):
         known = value(x)
@@ -174,24 +183,27 @@ def _gradient_of(dz: fx.Node) -> _Gradient | None:
             return None
         if not is_read_so(x, m, n) or not is_there(x):
             return None
-    readers = list(dict.fromkeys(_readers_of(dz)))
-    to_input = [x for x in readers if x.target is OPS.routed_gemm.default]
-    to_weight = [x for x in readers if x.target is OPS.weight_gradient.default]
-    if len(readers) != 2 or not (len(to_input) == len(to_weight) == 1):
+    products = readers(dz)
+    to_input = [x for x in products if x.target is OPS.routed_gemm.default]
+    to_weight = [x for x in products if x.target is OPS.weight_gradient.default]
+    if len(set(products)) != 2 or not (len(to_input) == len(to_weight) == 1):
         return None
     first, second = to_input[0], to_weight[0]
-    if first.args[1] is dz or second.args[1] is dz or not multiplies_weight(first):
+    if not (_multiplies(first, dz) and _multiplies(second, dz) and multiplies_weight(first)):
         return None
-    by_input, by_weight = _kernel_of(first, m), _kernel_of(second, m)
+    by_input, by_weight = _kernel_at(first, m), _kernel_at(second, m)
     if by_input is None or by_weight is None:
         return None
     if by_input.granularity is not ROW or by_weight.granularity is not GROUP:
         return None
-    return _Gradient(dz, grad, y, first, second)
+    return _Gradient(dz, grad, y, first, second, (by_input, by_weight))
 
 
 def _relu_of(dz: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """The gradient of a relu's output, and the output, of the gradient of its input."""
+    """The gradient of a relu's output, and the output, of the gradient of its input.
+
+    The output may be any tensor that is compared with 0.
+    """
     given: tuple[Any, ...] = dz.args
     if dz.target is aten.threshold_backward.default:
         grad, y, threshold = given
@@ -211,22 +223,16 @@ def _is_zero(x: Any) -> bool:
     if not isinstance(x, fx.Node) or x.target not in _ZEROS:
         return False
     fill = x.args[1] if x.target is aten.full.default else x.args[0]
-    return isinstance(fill, int | float) and fill == 0
+    return isinstance(fill, int | float) and fill == 0 and math.copysign(1, fill) > 0
 
 
-def _readers_of(x: fx.Node) -> Iterator[fx.Node]:
-    """What reads a node, itself or as the same matrix."""
-    of = value(x)
-    for user in x.users:
-        seen = value(user)
-        is_same = seen is not None and of is not None and seen.shape == of.shape
-        if user.target in RESHAPES and is_same:
-            yield from _readers_of(user)
-        else:
-            yield user
+def _multiplies(product: fx.Node, dz: fx.Node) -> bool:
+    """Whether a gradient, or a view of it, is the left operand of a product, and that alone."""
+    is_dz = [isinstance(x, fx.Node) and same(x) is dz for x in product.args]
+    return is_dz[0] and sum(is_dz) == 1
 
 
-def _kernel_of(product: fx.Node, m: int) -> Kernel | None:
+def _kernel_at(product: fx.Node, m: int) -> Kernel | None:
     """The kernel of a product at m, if its operands may be quantized elsewhere."""
     place = 5 if product.target is OPS.routed_gemm.default else 2
     route = product.args[place]
@@ -242,40 +248,29 @@ def _kernel_of(product: fx.Node, m: int) -> Kernel | None:
     return kernel if kernel.parts else None
 
 
-@functools.cache
-def _is_fast(device: torch.device) -> bool:
-    """Whether the kernel was measured against others on such GPUs: Hopper's."""
-    return _runs_on(device)
+def _is_fast(m: int, n: int, device: torch.device) -> bool:
+    """Whether the op was faster than what it replaces where it was timed."""
+    return m >= LEAST_ROWS and n in COLUMNS and _runs_on(device)
 
 
 def _quantize(graph: fx.Graph, found: _Gradient) -> None:
     """Let the op quantize a gradient, and the products read what it writes."""
     of_next = _next_gradient(found)
     with graph.inserting_before(found.dz):
-        made = add(
-            graph, OPS.rectified_gradient.default, found.grad, found.y, of_next is not None
-        )  # fmt: skip
+        writes_output = of_next is not None
+        made = add(graph, OPS.rectified_gradient.default, found.grad, found.y, writes_output)
         parts = [add(graph, operator.getitem, made, place) for place in range(6)]
     data, scale, turned, turned_scale, output, output_scale = parts
-    m = found.dz.meta["val"].shape[0]
-    product, kernel = found.to_input, _kernel_of(found.to_input, m)
-    assert kernel is not None
+    by_input, by_weight = (route_of(kernel.name) for kernel in found.kernels)
+    product = found.to_input
     with graph.inserting_before(product):
-        route = route_of(kernel.name)
-        given = (None, product.args[1], None, None, None, route, data, scale)
+        given = (None, product.args[1], None, None, None, by_input, data, scale)
         replace(product, add(graph, OPS.routed_gemm.default, *given))
-    _replace_weight_gradient(found.to_weight, m, turned, turned_scale)
+    product, op = found.to_weight, OPS.quantized_weight_gradient.default
+    with graph.inserting_before(product):
+        replace(product, add(graph, op, turned, turned_scale, product.args[1], by_weight, False))
     if of_next is not None:
         _read_output(of_next, parts[-1], output, output_scale)
-
-
-def _replace_weight_gradient(product: fx.Node, m: int, turned: fx.Node, scales: fx.Node) -> None:
-    kernel = _kernel_of(product, m)
-    assert kernel is not None
-    graph = product.graph
-    with graph.inserting_before(product):
-        given = (turned, scales, product.args[1], route_of(kernel.name), False)
-        replace(product, add(graph, OPS.quantized_weight_gradient.default, *given))
 
 
 def _next_gradient(found: _Gradient) -> fx.Node | None:
@@ -284,15 +279,18 @@ def _next_gradient(found: _Gradient) -> fx.Node | None:
     It is computed before: nothing but the caller may read it, through views and casts.
     """
     m = found.dz.meta["val"].shape[0]
-    op, after = OPS.quantized_weight_gradient.default, OPS.weight_gradient.default
-    for reader in found.y.users:
-        if reader.target is op and reader.args[2] is found.y and len(reader.args) == 5:
-            kernel: Kernel | None = kernel_named(kernel_at(str(reader.args[3]), 0))
-        elif reader.target is after and reader.args[1] is found.y:
-            kernel = _kernel_of(reader, m) if reader.args[0] is not found.y else None
-        else:
+    for reader in readers(found.y):
+        kernel: Kernel | None = None
+        place = 1  # of the input
+        if reader.target is OPS.quantized_weight_gradient.default and len(reader.args) == 5:
+            kernel = kernel_named(kernel_at(str(reader.args[3]), 0))
+            place = 2
+        elif reader.target is OPS.weight_gradient.default and reader is not found.to_weight:
+            kernel = _kernel_at(reader, m)
+        if kernel is None or kernel.b_granularity is not BLOCK or not _can_wait(reader):
             continue
-        if kernel is not None and kernel.b_granularity is BLOCK and _can_wait(reader):
+        is_y = [isinstance(x, fx.Node) and same(x) is found.y for x in reader.args]
+        if is_y[place] and sum(is_y) == 1:
             return reader
     return None
 

@@ -724,15 +724,13 @@ def multiply_quantized(
     Args:
         left: ``[m, k]`` in FP8, in the granularity that the kernel reads.
         scales: Its scales.
-        b: ``[k, n]``, bfloat16; None: only ``data`` is available.
+        b: ``[k, n]``, bfloat16; None with ``data``.
         route: The route, which names the granularity of b.
-        data: FP8 data of ``b.t()``, if there.
+        data: FP8 data of ``b.t()``; None with b.
         data_scales: Its scales.
         is_wide: Whether the kernel writes float32.
     """
-    return _multiply(
-        None, b, data, data_scales, None, route, left, scales, is_wide=is_wide
-    )  # fmt: skip
+    return _multiply(None, b, data, data_scales, None, route, left, scales, is_wide=is_wide)
 
 
 def _typed(

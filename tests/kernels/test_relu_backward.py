@@ -81,6 +81,7 @@ def empty(m: int, n: int, granularity: Granularity, fp8: torch.dtype) -> Quantiz
 
 
 def check(dy: Tensor, y: Tensor, fp8: torch.dtype, writes_output: bool) -> None:
+    """All bytes, but that a NaN may be any."""
     m, n = dy.shape
     sizes = (m, n, Granularity.ROW), (n, m, Granularity.GROUP), (n, m, Granularity.BLOCK)
     made = [empty(rows, columns, scales, fp8) for rows, columns, scales in sizes]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from lokakern import numerics
 from lokakern.nn import graph_passes, rectified_gradients
@@ -32,8 +33,7 @@ Run = Callable[["Layers", Tensor], Tensor]
 @pytest.fixture(autouse=True)
 def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU with the kernel, at any size."""
-    monkeypatch.setattr(rectified_gradients, "_is_fast", lambda device: True)
-    monkeypatch.setattr(rectified_gradients, "LEAST_ELEMENTS", 1)
+    monkeypatch.setattr(rectified_gradients, "_is_fast", lambda m, n, device: True)
     torch._dynamo.reset()
 
 
@@ -87,7 +87,7 @@ def run(model: Layers, *, dtype: torch.dtype = torch.float32) -> tuple[list[Tens
 def as_before(model: Layers, monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[Tensor]:
     """By graphs without the op."""
     with monkeypatch.context() as patch:
-        patch.setattr(rectified_gradients, "_is_fast", lambda device: False)
+        patch.setattr(rectified_gradients, "_is_fast", lambda m, n, device: False)
         found, text = run(model, **options)
     assert OP not in text
     return found
@@ -153,10 +153,10 @@ def test_an_output_that_no_weight_reads_by_blocks_is_not_quantized(
 
 
 def with_another_reader(model: Layers, x: Tensor) -> Tensor:
-    """Of the gradient behind the first relu: another layer."""
+    """Of the gradient behind the first relu: the sum of what is in front of it."""
     first, second, last = model.layers
     y = first(x)
-    return last(torch.relu(second(torch.relu(y) + 0 * torch.relu(y)))) + y.sum()  # type: ignore[no-any-return]
+    return last(torch.relu(second(torch.relu(y)))) + y.sum()  # type: ignore[no-any-return]
 
 
 def with_a_leak(model: Layers, x: Tensor) -> Tensor:
@@ -165,17 +165,54 @@ def with_a_leak(model: Layers, x: Tensor) -> Tensor:
     return last(functional.threshold(second(leaky), 0.5, 0.0))  # type: ignore[no-any-return]
 
 
-def with_weights_that_are_read(model: Layers, x: Tensor) -> Tensor:
+def with_a_sum_as_gradient(model: Layers, x: Tensor) -> Tensor:
+    """Of the first relu's output, which nobody writes."""
     first, second, last = model.layers
     y = torch.relu(first(x))
     return last(torch.relu(second(y))) + (y @ y.t()).sum()  # type: ignore[no-any-return]
 
 
+def in_its_own_mask(model: Layers, x: Tensor) -> Tensor:
+    """The weight whose gradient is behind the mask reads what is compared."""
+    first, second, last = model.layers
+    y = torch.relu(first(x))
+    return last(second(y).masked_fill(y <= 0, 0.0))  # type: ignore[no-any-return]
+
+
+def selected_forward(model: Layers, x: Tensor) -> Tensor:
+    """A product reads a selection of the forward pass through a view."""
+    first, second, last = model.layers
+    z = first(x)
+    chosen = torch.where(z <= 0, 0.0, z).reshape(-1, z.shape[1])
+    return last(second(chosen).masked_fill(z <= 0, 0.0).view(z.shape))  # type: ignore[no-any-return]
+
+
+def in_a_checkpoint(model: Layers, x: Tensor) -> Tensor:
+    return checkpoint(in_a_row, model, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def one_layer_twice(model: Layers, x: Tensor) -> Tensor:
+    """The gradient of its weight is a sum, which reads that of the later call."""
+    first, second, last = model.layers
+    y = torch.relu(second(torch.relu(first(x))))
+    return last(torch.relu(second(y)))  # type: ignore[no-any-return]
+
+
+def through_views(model: Layers, x: Tensor) -> Tensor:
+    first, second, last = model.layers
+    y = torch.relu(first(x)).view(-1, N)
+    return last(torch.relu(second(y)).view(-1, N))  # type: ignore[no-any-return]
+
+
+def in_three_dimensions(model: Layers, x: Tensor) -> Tensor:
+    return in_a_row(model, x.view(4, -1, K)).view(-1, K)
+
+
 @pytest.mark.parametrize(
     ("way", "options", "count"),
     [
-        (with_another_reader, {}, 1), (with_a_leak, {}, 0),
-        (with_weights_that_are_read, {}, 1),
+        (with_another_reader, {}, 1), (with_a_leak, {}, 0), (with_a_sum_as_gradient, {}, 1),
+        (in_its_own_mask, {}, 2), (selected_forward, {}, 2), (in_three_dimensions, {}, 0),
         (in_a_row, {"bias": True}, 0),
         (in_a_row, {"n": 200}, 0),
         (in_a_row, {"routes": (BY_ROW, PLAIN, BY_BLOCK)}, 0),
@@ -195,9 +232,39 @@ def test_other_gradients_stay_as_they_are(
         assert torch.equal(one, other)
 
 
-def test_small_gradients_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rectified_gradients, "LEAST_ELEMENTS", M * N + 1)
-    assert OP not in run(Layers())[1]
+@pytest.mark.parametrize(
+    ("way", "quantized"), [(in_a_checkpoint, 2), (one_layer_twice, 1), (through_views, 2)]
+)
+def test_bits_are_those_of_before(
+    way: Run, quantized: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Layers(way)
+    found, text = run(model)
+    lines = [line for line in text.splitlines() if OP in line]
+    assert len(lines) >= 2 and sum(", True)" in line for line in lines) == quantized
+    for one, other in zip(found, as_before(model, monkeypatch), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("is_again", [False, True])
+def test_forward_passes_select_as_before(is_again: bool) -> None:
+    """Also those of a checkpoint, which would save what the op writes."""
+
+    def masked(model: Layers, x: Tensor) -> Tensor:
+        return checkpoint(selected_forward, model, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+    _, text = run(Layers(masked if is_again else selected_forward))
+    _, forward, backward = text.split("def forward(")
+    assert OP not in forward and OP in backward
+
+
+def test_it_is_for_sizes_at_which_it_was_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(rectified_gradients, "_runs_on", lambda device: True)
+    device = torch.device("cpu")
+    fast = [n for n in range(128, 8192, 128) if rectified_gradients._is_fast(8192, n, device)]
+    assert fast == [1024, 2048, 4096] and rectified_gradients._is_fast(32768, 2048, device)
+    assert not rectified_gradients._is_fast(4096, 4096, device)
 
 
 # ---- compiled steps
@@ -223,7 +290,7 @@ def exact(model: Layers, x: Tensor) -> list[Tensor]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("n", [1024, 4096])
 def test_compiled_steps_on_a_gpu(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Errors are those of before; graphs that replay have the same bits."""
+    """Errors are those of before."""
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("Hopper's")
     by_row = "cuda.quantize_row+torch.scaled_mm_row"
@@ -238,7 +305,7 @@ def test_compiled_steps_on_a_gpu(n: int, monkeypatch: pytest.MonkeyPatch) -> Non
         found = compiled_step(model, x)
     names = [event.name for event in profile.events()]
     assert "lokakern::rectified_gradient" in names
-    monkeypatch.setattr(rectified_gradients, "_is_fast", lambda device: False)
+    monkeypatch.setattr(rectified_gradients, "_is_fast", lambda m, n, device: False)
     before, right = compiled_step(model, x), exact(model, x)
     for one, other, true in zip(found, before, right, strict=True):
         errors = [float((z.double() - true).norm() / true.norm()) for z in (one, other)]
