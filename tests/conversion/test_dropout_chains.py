@@ -98,6 +98,7 @@ def test_dropout_and_identities_are_passed_over(run: Run, known: Book) -> None:
     assert torch.equal(model(x), plain) and "forward" not in vars(model)
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_training_draws_what_the_modules_draw(run: Run, is_compiled: bool, known: Book) -> None:

@@ -73,6 +73,7 @@ def error(y: Tensor, expected: Tensor) -> float:
     return numerics.measure_errors(y.flatten(0, 1), expected.flatten(0, 1).double()).row_err
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("activation", ["relu", "gelu", nn.GELU()])
 @pytest.mark.parametrize("batch_first", [False, True])
@@ -109,6 +110,7 @@ def masks_of(kind: str, length: int) -> dict[str, Any]:
     }[kind]
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("kind", ["causal", "switches", "padding", "both", "none"])
 def test_calls_with_masks_run_the_chain(kind: str, norm_first: bool) -> None:
@@ -141,6 +143,7 @@ def test_a_decoder_layer_has_a_chain(norm_first: bool) -> None:
     assert torch.equal(model(tokens(25), memory), plain(tokens(25), memory))
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize("options", [{}, {"mask": "causal"}, {"src_key_padding_mask": "padding"}])
 def test_encoders_of_several_layers(options: dict[str, str]) -> None:
     model = nn.TransformerEncoder(layer_of(), 2, enable_nested_tensor=True).eval()
@@ -178,6 +181,7 @@ def seeded(model: nn.Module, *given: Any, **options: Any) -> Tensor:
     return model(*given, **options)  # type: ignore[no-any-return]
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_training_is_that_of_torch(norm_first: bool) -> None:
     model = layer_of(norm_first=norm_first)
@@ -216,6 +220,7 @@ CHANGES: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize("name", CHANGES)
 def test_changed_layers_run_as_they_are(name: str) -> None:
     model, x = layer_of(), tokens()
@@ -306,6 +311,7 @@ def apart(gm: fx.GraphModule, inputs: Any) -> Any:
 DYNAMIC = [False] if torch.__version__ < (2, 12) else [False, True]
 
 
+@pytest.mark.sample(every=4)
 @pytest.mark.parametrize("dynamic", DYNAMIC)
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("activation", ["relu", "gelu"])

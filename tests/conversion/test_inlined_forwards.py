@@ -436,6 +436,7 @@ def with_default(self: Any, x: Tensor, shift: float = 1.0) -> Tensor:
     return Narrow.forward(self, x) + shift
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize(
     ("where", "name", "change"),
     [

@@ -154,6 +154,7 @@ def test_layers_of_other_forwards_have_wide_tails(run: Run, book: Book) -> None:
     assert is_chained(compiled) and torch.equal(compiled(x), model(x))
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize("run", PATTERNS)
 def test_a_residual_or_a_gate_is_a_part_of_a_chain(run: Run, book: Book) -> None:
     measure(book, PATTERNS[run])
@@ -330,6 +331,7 @@ def written_by(module: nn.Module) -> Any:
     return module.register_forward_hook(lambda _, given, y: y.copy_(given[0].mul_(3)))
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize(
     ("run", "change"),
     [

@@ -40,6 +40,7 @@ from lokakern.kernels.cuda import (
     quantize_tensor,
     quantize_tile,
     quantize_together,
+    relu_backward,
     scaled_gemm,
     scaled_gemm_fast,
     scaled_gemm_unaligned,
@@ -342,15 +343,15 @@ def identities() -> dict[str, str]:
     return {name: nvrtc._identity(program, "sm_90")[0][:16] for name, program in ALL.items()}
 
 
+_IMPORTS = re.compile(r"^(?:from|import) [^\n(]*(?:\([^)]*\))?[^\n]*\n", re.MULTILINE)
+_SAMPLES = re.compile(r"^@pytest\.mark\.sample.*\n", re.MULTILINE)
+
+
 def checks() -> str:
     """Digest of these tests: of this file and its helper, without imports and samples."""
-    lines = [
-        line
-        for file in (__file__, disassembly.__file__)
-        for line in Path(file).read_text(encoding="utf-8").splitlines()
-        if not line.startswith(("from ", "import ", "@pytest.mark.sample"))
-    ]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+    texts = [Path(file).read_text(encoding="utf-8") for file in (__file__, disassembly.__file__)]
+    kept = [_SAMPLES.sub("", _IMPORTS.sub("", text)) for text in texts]
+    return hashlib.sha256("\n".join(kept).encode()).hexdigest()[:16]
 
 
 def to_check() -> dict[str, Program]:
@@ -487,11 +488,17 @@ def test_kernels_wait_for_the_one_before_and_let_the_next_begin(name: str) -> No
     assert wait < next(at for at, word in enumerate(words) if word.startswith(moves))
 
 
+def test_what_was_checked_was_checked_by_these_tests() -> None:
+    """Else all programs are checked each time, which takes 20 minutes of a slow core."""
+    recorded = json.loads(CHECKED.read_text(encoding="utf-8"))
+    assert recorded["checks"] == checks(), "run python -m tests.kernels.test_cuda_compiled"
+
+
 def test_every_cuda_file_is_compiled_here() -> None:
     halved = [program for _, program in HALF_NORMS.values()]
     found = {Path(program.source).resolve() for program in (*ALL.values(), *halved)}
     # In test_added_products_compiled.py and the like.
-    elsewhere = added_products, token_gradient, window_samples
+    elsewhere = added_products, relu_backward, token_gradient, window_samples
     found |= {Path(module.SOURCE).resolve() for module in elsewhere}
     assert found == set(FOLDER.glob("*.cu"))
 
@@ -704,7 +711,7 @@ def test_blocks_tell_each_other_of_rows_they_share(name: str) -> None:
 if __name__ == "__main__":
     os.environ["LOKAKERN_CHECK_ALL"] = "1"
     CASES, NAMES = ALL, list(ALL)
-    others = "not resources_are_as_recorded"
+    others = "not resources_are_as_recorded and not was_checked_by"
     command = [sys.executable, "-m", "pytest", "-q", "-n", "auto", __file__, "-k", others]
     if subprocess.run(command, check=False).returncode:
         sys.exit("nothing is written: these programs are not as they should be")

@@ -100,6 +100,7 @@ def test_an_input_beside_a_layer_is_copied() -> None:
     check(lambda x: torch.cat([x.relu(), first(x)], 1) @ weight, x, slices=1, kernels=1)
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize(
     ("call", "n", "route"),
     [

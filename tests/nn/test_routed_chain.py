@@ -618,6 +618,7 @@ OF_THREE = (
 )
 
 
+@pytest.mark.sample(every=3)
 @pytest.mark.parametrize(
     ("steps", "is_fused"),
     [

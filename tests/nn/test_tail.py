@@ -709,6 +709,7 @@ class OtherHelper(Helper):
         return x * 3.0
 
 
+@pytest.mark.sample(every=2)
 @pytest.mark.parametrize("is_warm", [False, True])
 @pytest.mark.parametrize(
     ("bias", "change"),
