@@ -44,8 +44,8 @@ inline constexpr const char* kSchemas[] = {
     "bias_gradient(Tensor grad, Tensor bias) -> Tensor",
     "crossed_gradient(Tensor[] terms, Tensor? x0, str sums) -> (Tensor, Tensor, Tensor, Tensor, "
     "Tensor)",
-    "quantized_weight_gradient(Tensor turned, Tensor scales, Tensor x, str route, bool is_wide) -> "
-    "Tensor",
+    "quantized_weight_gradient(Tensor turned, Tensor scales, Tensor? x, str route, bool is_wide, "
+    "Tensor? data=None, Tensor? data_scales=None) -> Tensor",
     "routed_chain(Tensor x, Tensor?[] operands, str plan) -> Tensor",
     "quantized_chain(Tensor data, Tensor scales, Tensor?[] operands, str plan) -> Tensor",
     "routed_gemm_into(Tensor? a, Tensor? b, Tensor? data, Tensor? scale, Tensor? bias, str route, "
