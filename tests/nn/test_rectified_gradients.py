@@ -8,21 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from lokakern import numerics
 from lokakern.nn import graph_passes, rectified_gradients
+from lokakern.nn.graph_edit import add
 from lokakern.nn.linear import Linear
-from lokakern.nn.rectified_gradients import rectified_gradient
+from lokakern.nn.rectified_gradients import quantize_behind_relus, rectified_gradient
 from lokakern.nn.routed_matmul import OPS, PLAIN, in_dtype, route_text, switched
 from lokakern.types import Format, Granularity
 from tests.support.routed_layers import BLOCK_KERNEL, BY_GROUP, BY_ROW, layer_of
 from tests.support.traced_graphs import graphs_of
 
 M, N, K = 128, 256, 128
-BF16 = torch.bfloat16
+BF16, aten = torch.bfloat16, torch.ops.aten
 BY_BLOCK = route_text(Granularity.NONE, [(0, ""), (16, BLOCK_KERNEL)], [(0, "")])
 ROUTES = (BY_ROW, BY_ROW, BY_BLOCK)
 OP, WEIGHT_OP = "lokakern.rectified_gradient.", "lokakern.quantized_weight_gradient."
@@ -256,6 +257,34 @@ def test_forward_passes_select_as_before(is_again: bool) -> None:
     _, text = run(Layers(masked if is_again else selected_forward))
     _, forward, backward = text.split("def forward(")
     assert OP not in forward and OP in backward
+
+
+@pytest.mark.parametrize(
+    ("case", "count"),
+    [("gradient", 1), ("selection", 0), ("recomputed", 0), ("on the right", 0), ("twice", 0)],
+)
+def test_only_gradients_that_are_left_operands(case: str, count: int) -> None:
+    graph, operands = fx.Graph(), []
+    of_grad = "x_of_forward" if case == "selection" else "tangents_1"
+    for name, shape in ((of_grad, (M, N)), ("y", (M, N)), ("w", (N, N)), ("x", (M, N))):
+        operands.append(graph.placeholder(name))
+        operands[-1].meta["val"] = torch.zeros(shape, dtype=BF16)
+    grad, y, w, x = operands
+    below = add(graph, aten.le.Scalar, add(graph, aten.relu.default, y), 0)
+    zero = add(graph, aten.scalar_tensor.default, 0, dtype=BF16)
+    dz = add(graph, aten.where.self, below, zero, grad)
+    if case == "recomputed":
+        dz.meta["recompute"] = 1
+    view = add(graph, aten.view.default, dz, [M, N])
+    left, right = {"on the right": (x, view), "twice": (dz, view)}.get(case, (dz, x))
+    dx = add(graph, OPS.routed_gemm.default, view, w, None, None, None, BY_ROW)
+    dw = add(graph, OPS.weight_gradient.default, left, right, BY_BLOCK)
+    kept = add(graph, aten.mm.default, below.args[0], w)  # writes the relu
+    graph.output((dx, dw, kept))
+    quantize_behind_relus(graph)
+    graph.lint()
+    called = [node.target for node in graph.nodes]
+    assert called.count(OPS.rectified_gradient.default) == count
 
 
 def test_it_is_for_sizes_at_which_it_was_faster(monkeypatch: pytest.MonkeyPatch) -> None:
