@@ -43,11 +43,6 @@ class Plan(NamedTuple):
         return self.teams * TEAM_BYTES + TOLD_BYTES
 
 
-def takes(rows: int, columns: int) -> bool:
-    """Whether the kernel takes a size."""
-    return rows > 0 and not (rows % GROUP or columns % GROUP) and 0 < columns <= MOST_COLUMNS
-
-
 def runs_on(device: torch.device) -> bool:
     """Whether the kernel runs on a device."""
     found = current_device(device.type, device.index or 0)
@@ -85,8 +80,7 @@ def launch(
     """Quantize the gradient of a relu's input and its transpose, and the relu's output.
 
     Args:
-        dy: ``[m, n]``, bfloat16, of a size that the kernel `takes`; rows start at multiples of 16
-            bytes.
+        dy: ``[m, n]``, bfloat16, with m and n as above; rows start at multiples of 16 bytes.
         y: The same.
         made: ``[m, n]``, with a scale for each row.
         turned: ``[n, m]``, of the same format, with 1x128 scales.

@@ -49,8 +49,6 @@ def test_plans_cover_all_columns_and_use_all_multiprocessors() -> None:
         assert 0 <= plan.cluster * plan.teams - columns // GROUP < plan.teams
         is_full = plan.cluster * rows // GROUP >= 132
         assert is_full or plan.teams == 1 or columns // GROUP > 8 * (plan.teams - 1)
-    assert not relu_backward.takes(100, 256) and not relu_backward.takes(256, 200)
-    assert not relu_backward.takes(256, MOST_COLUMNS + GROUP) and not relu_backward.takes(0, 256)
 
 
 def drawn(kind: str, m: int, n: int) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from lokakern import numerics
+from lokakern.kernels.cuda import relu_backward
 from lokakern.nn import graph_passes, rectified_gradients
 from lokakern.nn.graph_edit import add
 from lokakern.nn.linear import Linear
@@ -285,6 +286,12 @@ def test_only_gradients_that_are_left_operands(case: str, count: int) -> None:
     graph.lint()
     called = [node.target for node in graph.nodes]
     assert called.count(OPS.rectified_gradient.default) == count
+
+
+def test_the_op_takes_what_the_kernel_takes() -> None:
+    most = relu_backward.MOST_COLUMNS
+    assert rectified_gradients.takes(128, most) and not rectified_gradients.takes(128, most + 128)
+    assert not any(rectified_gradients.takes(*x) for x in ((0, 256), (100, 256), (256, 200)))
 
 
 def test_it_is_for_sizes_at_which_it_was_faster(monkeypatch: pytest.MonkeyPatch) -> None:
