@@ -9,6 +9,7 @@ from __future__ import annotations
 _NORMS_OF_GROUPS = (
     "tested on an NVIDIA H200, not timed: no suite has layers of 1x128 by 1x128 scales with a norm"
 )
+_PAIRED = "tested on an NVIDIA H200, timed as a product of FP8 operands only"
 # By kernel and architecture: the reason.
 UNMEASURED: dict[tuple[str, str], str] = {
     ("torch.norm_emulated_group", "sm_90"): _NORMS_OF_GROUPS,
@@ -26,6 +27,11 @@ UNMEASURED: dict[tuple[str, str], str] = {
 # a time nor a test result there; an entry goes when the kernel was timed and tested.
 NEW_KERNELS: dict[tuple[str, str], str] = {
     ("cuda.quantize_long_row_power_of_two", "sm_90"): "tested on an NVIDIA H200, not timed",
+    ("cuda.quantize_tensor+cuda.scaled_gemm_tensor_paired", "sm_90"): _PAIRED,
+    ("cuda.quantize_row+cuda.scaled_gemm_row_paired", "sm_90"): _PAIRED,
+    ("cuda.quantize_long_row+cuda.scaled_gemm_row_fast", "sm_90"): (
+        "timed on an NVIDIA H200 with new tiles of its product; only tests of its parts ran"
+    ),
 }
 # Ops that are new, by architecture, and why: not all of their kernels need have a time or a test
 # result there. An entry goes when all were timed and tested.

@@ -1,5 +1,5 @@
-// Products of FP8 matrices whose sums stay in the tensor core's registers for all of K, by pairs of
-// blocks that share b: what replaces parts of mainloop.cuh, see there, where an epilogue that was
+// Products of FP8 matrices in tiles of any width, by pairs of blocks that share an operand, with or
+// without promoted sums: what replaces parts of mainloop.cuh, see there, where an epilogue that was
 // written for it is included behind this file.
 //
 // A step of a tile of 128 x 128 copies 256 rows of 128 bytes from the L2 for 512 cycles of products,
@@ -9,14 +9,21 @@
 // Macros beside those of mainloop.cuh, of which BLOCK_N may be 16 to 224 in steps of 16, or 256, and
 // WARPGROUPS 3 here, or 4 of narrow tiles:
 //
-//     PAIRS      2: two blocks of a cluster take tiles that lie above each other. Each copies one
-//                half of b's rows, into both. With PARTS > 1 a cluster is as many pairs, each of
-//                which sums up a part of K.
+//     ABOVE      2: two blocks of a cluster take tiles that lie above each other. Each copies one
+//                half of b's rows, into both.
+//     ALONG      2: two take tiles that lie beside each other, and it is a that they share. With
+//                ABOVE, too, a cluster has four blocks. With PARTS > 1 it is as many of these, each
+//                of which sums up a part of K.
+//     PROMOTE    1: sums of 128 are added in float32, as mainloop.cuh does; 0: they stay in the
+//                tensor core's registers for all of K.
 //     IN_TURN    1: each of two warpgroups has every second tile of the block, 128 rows: one writes
 //                while the other multiplies. They read one ring in turn. 0: they share tiles.
 #pragma once
-#define WHOLE_SUMS 1
+#define WHOLE_SUMS (!PROMOTE)
+#define ANY_WIDTH 1
 #include "hopper.cuh"
+
+constexpr int PAIRS = ABOVE * ALONG;
 
 // Of a cluster of PARTS pairs, or of single blocks: which part of K this block sums up, and its place
 // in the pair.
@@ -37,87 +44,72 @@ __device__ __forceinline__ unsigned address_in_part(unsigned address, unsigned p
     return address_in(address, PAIRS == 1 ? part : part * PAIRS + rank_in_pair());
 }
 
-// What shares sums knows of parts alone.
-#define rank_in_cluster part_of_sum
-#define address_in address_in_part
-#include "mainloop.cuh"
-#include "whole_products.cuh"
-
-static_assert(SCALES == 0 && BATCH == 1, "one product, scaled at its end");
-static_assert(PAIRS == 1 || !RESIDENT, "a pair streams b");
-static_assert(STEPS >= PARTS, "every block has a part");
-static_assert(!IN_TURN || (WARPGROUPS == 2 && PARTS == 1 && !RESIDENT && BLOCK_N <= 144), "turns");
-
-// Elected. A box into the shared memory of both blocks, at the same place, and bytes for the barrier
-// of each.
-__device__ __forceinline__ void load_box_for_pair(
-    unsigned to, const TensorMap& map, unsigned barrier, int x, int y) {
-    const unsigned short both = PARTS == 1 ? 3 : 3 << part_of_sum() * PAIRS;
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-        ".multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to), "l"(&map), "r"(barrier),
-        "r"(x), "r"(y), "h"(both) : "memory");
-}
-
 // At the barrier of one block of the pair.
 __device__ __forceinline__ void arrive_in(unsigned barrier, unsigned rank) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_in_pair(barrier, rank))
                  : "memory");
 }
 
-// Columns that whole_products.cuh has not: two products of half as many would read a twice, for
-// which shared memory has no time.
-#define F4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define F8(i) F4(i), F4(i + 4)
-#define F16(i) F8(i), F8(i + 8)
-#define F64 F16(0), F16(16), F16(32), F16(48)
-#define L64 L16_0 L16_1 L16_2 L16_3
-#define DEFINE_PRODUCT(COLUMNS, LIST, FIRST, SECOND, THIRD, ...)                                  \
-    __device__ __forceinline__ void multiply_whole(                                               \
-        float (&d)[COLUMNS / 2], unsigned long long a, unsigned long long b, int add) {           \
-        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #THIRD ", 0;\n"                         \
-                     "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k32.f32." TEXT(A_TYPE) "."     \
-                     TEXT(B_TYPE) " {" LIST "}, %" #FIRST ", %" #SECOND ", p, 1, 1;\n}"           \
-                     : __VA_ARGS__ : "l"(a), "l"(b), "r"(add));                                   \
-    }
-#if BLOCK_N == 48
-DEFINE_PRODUCT(48, L16_0 ", %16, %17, %18, %19, %20, %21, %22, %23", 24, 25, 26, F16(0), F8(16))
-#elif BLOCK_N == 80
-DEFINE_PRODUCT(80, L16_0 L16_1 ", %32, %33, %34, %35, %36, %37, %38, %39", 40, 41, 42,
-               F16(0), F16(16), F8(32))
-#elif BLOCK_N == 112
-DEFINE_PRODUCT(112, L16_0 L16_1 L16_2 ", %48, %49, %50, %51, %52, %53, %54, %55", 56, 57, 58,
-               F16(0), F16(16), F16(32), F8(48))
-#elif BLOCK_N == 144
-DEFINE_PRODUCT(144, L64 ", %64, %65, %66, %67, %68, %69, %70, %71", 72, 73, 74, F64, F8(64))
-#elif BLOCK_N == 160
-DEFINE_PRODUCT(160, L64 L16_4, 80, 81, 82, F64, F16(64))
-#elif BLOCK_N == 176
-DEFINE_PRODUCT(176, L64 L16_4 ", %80, %81, %82, %83, %84, %85, %86, %87", 88, 89, 90,
-               F64, F16(64), F8(80))
-#elif BLOCK_N == 192
-DEFINE_PRODUCT(192, L64 L16_4 L16_5, 96, 97, 98, F64, F16(64), F16(80))
-#elif BLOCK_N == 208
-DEFINE_PRODUCT(208, L64 L16_4 L16_5 ", %96, %97, %98, %99, %100, %101, %102, %103", 104, 105, 106,
-               F64, F16(64), F16(80), F8(96))
-#elif BLOCK_N == 224
-DEFINE_PRODUCT(224, L64 L16_4 L16_5 L16_6, 112, 113, 114, F64, F16(64), F16(80), F16(96))
-#endif
-#undef F4
-#undef F8
-#undef F16
-#undef F64
-#undef L64
-#undef DEFINE_PRODUCT
+// Where others of the pair copy into a block, they wait for its barriers. So each arrives at all.
+constexpr int SHARERS = ABOVE + ALONG - 1;  // blocks that this one shares an operand with, and itself
 
-constexpr int PAIRED_BYTES = B_BYTES / PAIRS;
+// The place in the pair of such a block.
+__device__ __forceinline__ unsigned sharer(unsigned number) {
+    const unsigned rank = rank_in_pair();
+    return number == 0 ? rank : number == 1 && ALONG == 2 ? rank ^ 1 : rank ^ ALONG;
+}
+
+__device__ __forceinline__ void arrive_in_all(unsigned barrier) {
+    if constexpr (PAIRS == 1) return arrive(barrier);
+#pragma unroll
+    for (int i = 0; i < SHARERS; ++i) arrive_in(barrier, sharer(i));
+}
+
+// What shares sums knows of parts alone.
+#define rank_in_cluster part_of_sum
+#define address_in address_in_part
+#if PROMOTE
+#define PRODUCT_N (BLOCK_N > 128 ? BLOCK_N / 2 : BLOCK_N)
+#include "more_products.cuh"
+#define multiply multiply_whole
+#define arrive arrive_in_all
+#include "mainloop.cuh"
+#undef arrive
+#undef multiply
+#else
+#define PRODUCT_N BLOCK_N
+#include "mainloop.cuh"
+#include "more_products.cuh"
+#endif
+
+static_assert(SCALES == 0 && BATCH == 1, "one product, scaled at its end");
+static_assert(PAIRS == 1 || !RESIDENT, "a pair streams b");
+static_assert(STEPS >= PARTS, "every block has a part");
+static_assert(!IN_TURN || (WARPGROUPS == 2 && PARTS == 1 && !RESIDENT && BLOCK_N <= 144), "turns");
+
+// Elected. A box into the shared memory of two blocks, at the same place, and bytes for the barrier
+// of each: this block and the one `apart` ranks on or before.
+__device__ __forceinline__ void load_box_for_two(
+    unsigned to, const TensorMap& map, unsigned barrier, int x, int y, unsigned apart) {
+    const unsigned rank = rank_in_pair();
+    unsigned both = 1u << rank | 1u << (rank ^ apart);
+    if constexpr (PARTS > 1) both <<= part_of_sum() * PAIRS;
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        ".multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to), "l"(&map), "r"(barrier),
+        "r"(x), "r"(y), "h"(static_cast<unsigned short>(both)) : "memory");
+}
+
+constexpr int PAIRS_N = (TILES_N + ALONG - 1) / ALONG;
 // A block is launched with as many registers of each thread as its share of the SM's 65536 has. Those
 // that multiply take what its producers give: to take more would be to wait forever.
 constexpr int LAUNCH_REGISTERS = 65536 / (THREADS * SM_BLOCKS) / 8 * 8;
 constexpr int WHOLE_REGISTERS =
     (LAUNCH_REGISTERS * THREADS - 128 * PRODUCER_REGISTERS) / MATH_THREADS / 8 * 8;
+constexpr int SUM_REGISTERS = PROMOTE ? BLOCK_N / 2 + SLICE / 2 * (1 + DOUBLE) + 36
+                                      : BLOCK_N / 2 * (1 + IN_TURN) + 56;
 static_assert(WARPGROUPS == 1 || (WHOLE_REGISTERS <= MATH_REGISTERS &&
-                                  BLOCK_N / 2 * (1 + IN_TURN) + 56 <= WHOLE_REGISTERS), "registers");
+                                  SUM_REGISTERS <= WHOLE_REGISTERS), "registers");
 
 // What a warpgroup finishes at once: IN_TURN a half of its tile, with the sums of the second.
 struct Part : Tile {
@@ -130,20 +122,20 @@ struct PairedWalk {
     int at, step, tiles_m, m, turn = 0;
 
     __device__ __forceinline__ PairedWalk(const Operands& operands, int) : m(operands.m) {
-        tiles_m = (m + PAIRS * TILE_ROWS - 1) / (PAIRS * TILE_ROWS);
+        tiles_m = (m + ABOVE * TILE_ROWS - 1) / (ABOVE * TILE_ROWS);
         at = blockIdx.x / (PAIRS * PARTS);
         step = gridDim.x / (PAIRS * PARTS);
     }
 
     __device__ __forceinline__ bool next(Tile& tile) {
-        const int band = at / (BAND * TILES_N), in_band = at % (BAND * TILES_N);
+        const int band = at / (BAND * PAIRS_N), in_band = at % (BAND * PAIRS_N);
         const int height = min(BAND, tiles_m - band * BAND);
-        const int pair = band * BAND + in_band % height;
-        tile.row = (PAIRS == 1 ? pair : pair * PAIRS + rank_in_pair()) * TILE_ROWS;
-        tile.column = in_band / height * BLOCK_N;
+        const int rank = PAIRS == 1 ? 0 : rank_in_pair();
+        tile.row = ((band * BAND + in_band % height) * ABOVE + rank / ALONG) * TILE_ROWS;
+        tile.column = (in_band / height * ALONG + rank % ALONG) * BLOCK_N;
         tile.batch = 0;
         tile.end = m;
-        const bool is_there = at < tiles_m * TILES_N;
+        const bool is_there = at < tiles_m * PAIRS_N;
         at += step;
         return is_there;
     }
@@ -175,13 +167,13 @@ __device__ __forceinline__ void initialize_pair(const Memory& memory, const Oper
     prefetch_map(*operands.b);
     for (int stage = 0; stage < STAGES; ++stage) {
         initialize_barrier(memory.full(0, stage), 1);
-        initialize_barrier(memory.empty(0, stage), 4 * PAIRS * (IN_TURN ? 1 : WARPGROUPS));
+        initialize_barrier(memory.empty(0, stage), 4 * SHARERS * (IN_TURN ? 1 : WARPGROUPS));
     }
     publish_barriers();
 }
 
 __device__ __forceinline__ void begin_pair_in_turn() {
-    if constexpr (PAIRS > 1) synchronize_cluster();  // barriers of both
+    if constexpr (PAIRS > 1) synchronize_cluster();  // barriers of all
     begin_in_turn();
 }
 
@@ -203,20 +195,33 @@ __device__ __forceinline__ void produce_for_pair(
             for (int i = 0; i + 1 < A_SLICES; ++i) {
                 if (step >= ENDS[i]) slice = i + 1, begin = ENDS[i];
             }
-            load_box(memory.a(0, place.stage), *operands.a[slice], full, (step - begin) * DEPTH,
-                     tile.row);
-            load_box_for_pair(memory.b(0, place.stage, step) + rank * PAIRED_BYTES, *operands.b,
-                              full, step * DEPTH, tile.column + rank * (BLOCK_N / PAIRS));
+            const unsigned a = memory.a(0, place.stage), b = memory.b(0, place.stage, step);
+            const int x = (step - begin) * DEPTH;
+            if constexpr (ALONG == 2) {
+                const int half = rank % ALONG * (TILE_ROWS / 2);
+                load_box_for_two(
+                    a + half * DEPTH, *operands.a[slice], full, x, tile.row + half, 1);
+            } else {
+                load_box(a, *operands.a[slice], full, x, tile.row);
+            }
+            if constexpr (ABOVE == 2) {
+                const int half = rank / ALONG * (BLOCK_N / 2);
+                load_box_for_two(
+                    b + half * DEPTH, *operands.b, full, step * DEPTH, tile.column + half, ALONG);
+            } else {
+                load_box(b, *operands.b, full, step * DEPTH, tile.column);
+            }
             place.advance();
         }
     }
-    // The other block arrives at barriers here until it has read all.
+    // Others arrive at barriers here until they have read all.
     for (int stage = 0; stage < STAGES; ++stage) {
         wait(memory.empty(0, place.stage), place.parity ^ 1);
         place.advance();
     }
 }
 
+#if !PROMOTE
 // What multiplies a tile: one warpgroup.
 struct WholeMultiplier {
     const Memory& memory;
@@ -229,7 +234,7 @@ struct WholeMultiplier {
         const int lane = threadIdx.x % 32;
         const unsigned barrier = memory.empty(pipeline, place.stage);
         if constexpr (PAIRS > 1) {
-            if (lane < PAIRS) arrive_in(barrier, lane);
+            if (lane < SHARERS) arrive_in(barrier, sharer(lane));
         } else {
             if (lane == 0) arrive(barrier);
         }
@@ -306,13 +311,14 @@ struct WholeMultiplier {
         release_both(before);
     }
 };
+#define Multiplier WholeMultiplier
+#endif
 
 #if !RESIDENT
 #define Walk PairedWalk
 #endif
 #define MATH_REGISTERS WHOLE_REGISTERS
 #define Tile Part
-#define Multiplier WholeMultiplier
 #define initialize initialize_pair
 #define begin_in_turn begin_pair_in_turn
 #define produce produce_for_pair

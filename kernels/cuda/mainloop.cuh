@@ -74,7 +74,7 @@ constexpr int SMALL_BYTES = BARRIERS_AT + (2 * PIPELINES * STAGES + (RESIDENT ? 
 
 static_assert(!RESIDENT || PARTS == 1, "what stays is whole");
 // digest: off
-#if !WHOLE_SUMS
+#if !ANY_WIDTH
 // digest: on
 static_assert(SLICE == 8 || SLICE == 16 || SLICE == 24 || SLICE == 32 || SLICE == 64 ||
               SLICE == 96 || SLICE == 128, "columns of a product");

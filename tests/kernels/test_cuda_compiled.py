@@ -179,10 +179,10 @@ FAST_SIZES = (
 )  # fmt: skip
 FAST_TILES = (
     *(FastTile(x, warpgroups=1) for x in (64, 112, 224)), *map(FastTile, (80, 144, 208, 256)),
-    FastTile(128, in_turn=True), FastTile(144, pairs=2, in_turn=True),
-    FastTile(160, warpgroups=3, chunks=1), FastTile(192, pairs=2, warpgroups=3, chunks=1),
-    FastTile(32, warpgroups=3, pairs=2), FastTile(192, warpgroups=1, parts=8),
-    FastTile(96, warpgroups=1, parts=4, pairs=2),
+    FastTile(128, in_turn=True), FastTile(144, above=2, in_turn=True),
+    FastTile(160, warpgroups=3, chunks=1), FastTile(192, above=2, warpgroups=3, chunks=1),
+    FastTile(32, warpgroups=3, above=2), FastTile(192, warpgroups=1, parts=8),
+    FastTile(96, warpgroups=1, parts=4, above=2),
 )  # fmt: skip
 FAST_KINDS = {
     "fp8 silu": Kind("row", out_bytes=1, bias_bytes=2, activation="silu"),
@@ -190,37 +190,56 @@ FAST_KINDS = {
 }
 
 
+PAIRED_TILES = (
+    FastTile(64, warpgroups=1, along=2), FastTile(192, warpgroups=1, above=2), FastTile(80),
+    FastTile(128, above=2, along=2), FastTile(160, along=2), FastTile(192, above=2, along=2),
+    FastTile(112, warpgroups=3, chunks=1, above=2, along=2), FastTile(64, warpgroups=3, chunks=1),
+    FastTile(96, warpgroups=1, parts=4, above=2), FastTile(128, parts=4, along=2),
+)  # fmt: skip
+
+
 def fast_gemms() -> Iterator[tuple[str, Program]]:
-    """The same without promotion, of every shape of tiles."""
+    """The same in tiles of any width, with and without promotion, of every shape of tiles."""
     module = scaled_gemm_fast
-    for scales in ("tensor", "row"):
-        for m, n, k in FAST_SIZES:
-            kind = Kind(scales)
-            tile = fast_tiles.tile_of(m, n, k, kind, fast_tiles.askew(k), True, SMS)
-            yield f"scaled_gemm_{scales}_fast {m}x{n}x{k}", module.bind(n, k, tile, kind).program
-    for words, kind in GEMM_KINDS.items():
-        if kind.scales in ("tensor", "row") and kind.batch == 1:
-            for k in (1024, 1680):
-                tile = fast_tiles.tile_of(8192, 1024, k, kind, fast_tiles.askew(k), True, SMS)
-                program = module.bind(1024, k, tile, kind).program
-                yield f"scaled_gemm_{kind.scales}_fast {k} {words}", program
-    for tile in FAST_TILES:
-        program = module.bind(1040, 1040, tile, Kind("row")).program
-        yield f"scaled_gemm_row_fast {_named(tile)}", program
-    for words, kind in FAST_KINDS.items():
-        found = [tile for tile, _, _ in fast_tiles.tiles_of(1, kind.out_bytes)]
-        found += [x for x in fast_tiles.one_wave_tiles(kind.out_bytes) if x.parts > 1 == x.pairs]
-        for tile in found:
-            if tile.block_n in (112, 144, 160, 208, 224):
-                program = module.bind(1040, 1040, tile, kind).program
-                yield f"scaled_gemm_row_fast {_named(tile)} {words}", program
+    for suffix, promotes in (("fast", False), ("paired", True)):
+
+        def program(
+            n: int, k: int, tile: tiles.Tile, kind: Kind, promotes: bool = promotes
+        ) -> Program:
+            return module.bind(n, k, tile, promotes, kind).program
+
+        def chosen(m: int, n: int, k: int, kind: Kind, promotes: bool = promotes) -> tiles.Tile:
+            level = fast_tiles.askew(k)
+            return fast_tiles.tile_of(m, n, k, kind, level, True, SMS, promotes)
+
+        for scales in ("tensor", "row"):
+            for m, n, k in FAST_SIZES:
+                made = program(n, k, chosen(m, n, k, Kind(scales)), Kind(scales))
+                yield f"scaled_gemm_{scales}_{suffix} {m}x{n}x{k}", made
+        for words, kind in GEMM_KINDS.items():
+            if kind.scales in ("tensor", "row") and kind.batch == 1:
+                for k in (1024, 1680):
+                    made = program(1024, k, chosen(8192, 1024, k, kind), kind)
+                    yield f"scaled_gemm_{kind.scales}_{suffix} {k} {words}", made
+        for tile in PAIRED_TILES if promotes else FAST_TILES:
+            made = program(1040, 1040, tile, Kind("row"))
+            yield f"scaled_gemm_row_{suffix} {_named(tile)}", made
+        for words, kind in FAST_KINDS.items():
+            found = [x for x in fast_tiles.tiles_of(kind.out_bytes, 0, False, promotes)
+                     if promotes or x.block_n in (112, 144, 160, 208, 224)]  # fmt: skip
+            found += [x for x in fast_tiles.tiles_of(kind.out_bytes, 0, True, promotes)
+                      if x.parts > 1 and x.block_n == 160]  # fmt: skip
+            for tile in found:
+                made = program(1040, 1040, tile, kind)
+                yield f"scaled_gemm_row_{suffix} {_named(tile)} {words}", made
 
 
 def _named(tile: FastTile) -> str:
     rows = ROWS * tile.warpgroups
-    turn, pairs = " in turn" if tile.in_turn else "", " pairs" if tile.pairs > 1 else ""
+    turn = " in turn" if tile.in_turn else ""
+    pairs = {(1, 1): "", (2, 1): " pairs", (1, 2): " beside", (2, 2): " quads"}
     parts = f" {tile.parts} parts" if tile.parts > 1 else ""
-    return f"{rows}x{tile.block_n}{turn}{pairs}{parts}"
+    return f"{rows}x{tile.block_n}{turn}{pairs[tile.above, tile.along]}{parts}"
 
 
 def half_gemms() -> Iterator[tuple[str, Program]]:
@@ -585,8 +604,8 @@ def test_quantizers_convert_in_hardware_and_read_16_bytes_there(architecture: st
 
 def is_whole(macros: dict[str, int | str]) -> bool:
     """Whether sums stay where the tensor core makes them, as norm_mainloop.cuh says it."""
-    if "PAIRS" in macros:  # fast_mainloop.cuh
-        return True
+    if "ABOVE" in macros:  # fast_mainloop.cuh
+        return not macros["PROMOTE"]
     few = bool(macros.get("FAST")) or int(macros["K"]) <= 128
     return "FAST" in macros and bool(macros["BF16"] or (not macros["SCALES"] and few))
 
