@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -41,8 +41,13 @@ def _run(
             *[x.stride(0) for x in slices],
             *[x for s in scales for x in s.stride()],
         )
-        maps: dict[tuple[int, ...], Any] = plan.maps
-        plan = plan._replace(maps=maps.setdefault((_NO_ADDRESS, *strides), {}))
+        key, plans = (_NO_ADDRESS, *strides), cast(dict[tuple[int, ...], Plan], plan.maps)
+        found = plans.get(key)
+        if found is None:
+            if len(plans) >= scaled_gemm._MOST_MAPS:
+                plans.clear()
+            found = plans[key] = plan._replace(maps={})
+        plan = found
     plain(plan, kind, m, products, slices, slice_scales, b, b_scale, *others)
 
 

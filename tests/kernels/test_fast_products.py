@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -303,13 +304,13 @@ def test_a_launch_is_given_as_many_maps_as_it_was_bound_for(
     a, b = (torch.empty(rows, 1040, dtype=torch.float8_e4m3fn) for rows in (512, 1040))
     out, scale = torch.empty(512, 1040, dtype=dtype), torch.ones(512, 1)
     kind = scaled_gemm._kind_of("row", (a,), b.t(), out, None, PLAIN)
-    given = [*TILES, *SPLIT_TILES]
-    for level in range(3):
-        given += tiles_of(kind.out_bytes, level, True, False)
-    for tile in given:
-        if not fits(tile, 1040, 1040, kind):  # FP8 of parts of 8 columns
+    given: list[tuple[Tile, bool]] = [(tile, False) for tile in (*TILES, *SPLIT_TILES)]
+    for level, promotes in itertools.product(range(3), (False, True)):
+        given += [(x, promotes) for x in tiles_of(kind.out_bytes, level, True, promotes)]
+    for tile, promotes in given:
+        if not fits(tile, 1040, 1040, kind, promotes):  # FP8 of parts of 8 columns
             continue
-        plan = scaled_gemm_fast.make_plan(512, 1040, 1040, kind, tile, H200_SMS)
+        plan = scaled_gemm_fast.make_plan(512, 1040, 1040, kind, tile, H200_SMS, promotes)
         maps = scaled_gemm._make_maps(plan, kind, 512, 1, (a,), (scale,), b.t(), scale, out)
         assert len(maps) == plan.launch._parameters[-1], tile
 
@@ -345,6 +346,22 @@ def test_maps_are_those_of_all_strides(scales: str, monkeypatch: pytest.MonkeyPa
         wanted = scaled_gemm._make_maps(plans[kind], kind, m, 1, *operands, out)
         assert seen[-1] == wanted
     assert seen[0] is seen[-1]  # made once
+
+
+def test_few_maps_are_kept_of_many_strides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scaled_gemm, "tensor_map", lambda x, *_: tuple(x.stride()))
+    monkeypatch.setattr(scaled_gemm, "_MOST_MAPS", 4)
+    m, n, k = 64, 48, 256
+    a, memory = (torch.empty(rows, k, dtype=torch.float8_e4m3fn) for rows in (m, 4 * n))
+    out, scale, seen = torch.empty(m, n, dtype=torch.bfloat16), torch.ones(m, 1), list[Any]()
+    kind = scaled_gemm._kind_of("row", (a,), memory[:n].t(), out, None, PLAIN)
+    plan = scaled_gemm.make_plan(m, n, k, kind, Tile(64, warpgroups=1), 1, H200_SMS)
+    plan = plan._replace(launch=lambda *arguments: seen.append(arguments[-1]))
+    for stride in (*range(k, 2 * k + 1, 32), k):
+        b = memory.as_strided((n, k), (stride, 1)).t()
+        scaled_gemm.run(plan, kind, m, 1, (a,), (scale,), b, scale, out, None, PLAIN)
+        assert (stride, 1) in seen[-1]
+        assert len(plan.maps) <= 4
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
