@@ -13,6 +13,7 @@
 #     JOBS=4                 processes that test
 #     ARGS="-k store"        for pytest
 #     PART=2/4               of test-all: the second of four parts; of test: this part, too
+#     SLOW=1/2               of test: of its slow tests the first of two parts only
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -20,6 +21,7 @@ TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 JOBS ?= auto
 ARGS ?=
 PART ?=
+SLOW ?=
 OLDEST := $(shell sed -n 's/^ *"torch>=\([0-9.]*\)".*/\1.0/p' pyproject.toml)
 
 BIN := $(VENV)/bin
@@ -49,7 +51,7 @@ install: $(FOR_DEV)
 
 # CONTRIBUTING says which tests are core. Those that need a GPU run where there is one.
 test: $(FOR_DEV)
-	$(BIN)/python -m pytest $(if $(PART),--core-and $(PART),-m "not rest") -n $(JOBS) --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest $(if $(PART),--core-and $(PART),-m "not rest") $(if $(SLOW),--slow $(SLOW)) -n $(JOBS) --dist worksteal $(ARGS)
 
 # 5: ARGS names tests that are all in the core.
 test-all: $(FOR_DEV)

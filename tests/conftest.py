@@ -5,7 +5,9 @@ test-all`` runs those. ``sample(every=n, of=("name",))`` marks most cases of a p
 ``rest``: of the cases that share the values of the parameters ``of``, the first of each n stays.
 
 ``--part 2/4`` keeps the second of four parts of the tests, drawn by their names; ``--core-and 2/4``
-keeps the core and that part of the rest, in one run.
+keeps the core and that part of the rest, in one run. ``--slow 1/2`` keeps of the core's tests that
+slow_tests.txt lists the first of two parts only. Tests of a file whose cases have the same name are
+in one part: what they share, such as a compilation for a GPU, is made for one part.
 
 ``--keep-screenshots`` keeps how pages look now, where they are compared with kept pictures.
 
@@ -53,6 +55,7 @@ hypothesis.settings.register_profile(
     "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("untimed")
+SLOW_TESTS = Path(__file__).with_name("slow_tests.txt")  # by scripts/list_slow_tests.py
 _FOLDER = pytest.StashKey[Path]()
 
 
@@ -60,6 +63,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", metavar="N/OF", help="only the Nth of so many parts of the tests")
     parser.addoption(
         "--core-and", metavar="N/OF", help="only the core, and the Nth of so many parts of the rest"
+    )
+    parser.addoption(
+        "--slow", metavar="N/OF", help="of the core's slow tests only the Nth of so many parts"
     )
     parser.addoption(
         "--evidence", metavar="FILE", help="database that gets this GPU run's result of each kernel"
@@ -122,24 +128,35 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _keep_part(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect the tests of other parts."""
-    for option in ("part", "core_and"):
-        part = config.getoption(option)
-        if not part:
-            continue
-        place, _, count = part.partition("/")
-        if not (place.isdecimal() and count.isdecimal() and 1 <= int(place) <= int(count)):
-            name = f"--{option.replace('_', '-')}"
-            raise pytest.UsageError(f"{name} is {part!r}; expected such as 2/4")
-        kept: list[pytest.Item] = []
-        others: list[pytest.Item] = []
-        for item in items:
-            digest = hashlib.sha256(item.nodeid.encode()).digest()
-            is_kept = int.from_bytes(digest[:8], "big") % int(count) + 1 == int(place)
-            if option == "core_and":
-                is_kept |= item.get_closest_marker("rest") is None
-            (kept if is_kept else others).append(item)
+    part, of_rest, of_slow = (_part(config, name) for name in ("--part", "--core-and", "--slow"))
+    slow = set(SLOW_TESTS.read_text(encoding="utf-8").split()) if of_slow else set()
+    kept: list[pytest.Item] = []
+    others: list[pytest.Item] = []
+    for item in items:
+        function, _, case = item.nodeid.partition("[")
+        group = f"{function.partition('::')[0]}[{case}" if case else function
+        parts = [part]
+        if item.get_closest_marker("rest"):
+            parts.append(of_rest)
+        elif function in slow:
+            parts.append(of_slow)
+        digest = int.from_bytes(hashlib.sha256(group.encode()).digest()[:8], "big")
+        is_kept = all(found is None or digest % found[1] + 1 == found[0] for found in parts)
+        (kept if is_kept else others).append(item)
+    if others:
         items[:] = kept
         config.hook.pytest_deselected(items=others)
+
+
+def _part(config: pytest.Config, option: str) -> tuple[int, int] | None:
+    """Which of how many parts an option names."""
+    part = config.getoption(option)
+    if not part:
+        return None
+    place, _, count = part.partition("/")
+    if not (place.isdecimal() and count.isdecimal() and 1 <= int(place) <= int(count)):
+        raise pytest.UsageError(f"{option} is {part!r}; expected such as 2/4")
+    return int(place), int(count)
 
 
 def _sample(items: Iterable[pytest.Item]) -> None:

@@ -319,7 +319,7 @@ def test_parts_are_disjoint_and_complete() -> None:
         def get_closest_marker(self, name: str) -> Any:
             return True if name == "rest" and self.nodeid in rest else None
 
-    def names_of(part: str, given: list[str], option: str = "part") -> set[str]:
+    def names_of(part: str, given: list[str], option: str = "--part") -> set[str]:
         gone: list[Any] = []
         hook = SimpleNamespace(pytest_deselected=lambda items: gone.extend(items))
         config = SimpleNamespace(getoption={option: part}.get, hook=hook)
@@ -334,8 +334,20 @@ def test_parts_are_disjoint_and_complete() -> None:
     assert set.union(*parts) == set(names) and sum(map(len, parts)) == len(names)
     assert min(map(len, parts)) > 70
     assert names_of("2/4", names[::-1]) == parts[1] and names_of("", names) == set(names)
-    assert names_of("2/4", names, "core_and") == (set(names) - rest) | (parts[1] & rest)
+    assert names_of("2/4", names, "--core-and") == (set(names) - rest) | (parts[1] & rest)
+    slow = set(CONFTEST["SLOW_TESTS"].read_text().split())
+    rest = {name for name in slow if not len(name) % 3}
+    assert names_of("2/4", [*names, *slow], "--slow") == {
+        *names, *rest, *(names_of("2/4", [*slow]) - rest)
+    }  # fmt: skip
     for wrong in ("0/4", "5/4", "2", "a/4", "1/0"):
-        for option, name in (("part", "--part"), ("core_and", "--core-and")):
-            with pytest.raises(pytest.UsageError, match=f"{name} is .* expected such as 2/4"):
+        for option in ("--part", "--core-and", "--slow"):
+            with pytest.raises(pytest.UsageError, match=f"{option} is .* expected such as 2/4"):
                 names_of(wrong, names, option)
+    # Cases of one name share what they are about.
+    cases = [f"tests/test_a.py::test_{i}[sm_{j}]" for i in range(10) for j in range(20)]
+    for i in range(4):
+        of_part = names_of(f"{i + 1}/4", cases)
+        assert of_part == {
+            case for case in cases if f"tests/test_a.py::test_0[{case.split('[')[1]}" in of_part
+        }
