@@ -50,7 +50,8 @@ __device__ __forceinline__ void arrive_in(unsigned barrier, unsigned rank) {
                  : "memory");
 }
 
-// Where others of the pair copy into a block, they wait for its barriers. So each arrives at all.
+// A block copies into the others that read its operand when their stages are free: each arrives at
+// the barriers of all blocks that it shares an operand with, and at its own.
 constexpr int SHARERS = ABOVE + ALONG - 1;  // blocks that this one shares an operand with, and itself
 
 // The place in the pair of such a block.
