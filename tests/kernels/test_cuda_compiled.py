@@ -43,6 +43,7 @@ from lokakern.kernels.cuda import (
     relu_backward,
     scaled_gemm,
     scaled_gemm_fast,
+    scaled_gemm_split,
     scaled_gemm_unaligned,
     tiles,
     token_gradient,
@@ -93,7 +94,13 @@ def cases() -> dict[str, Program]:
         found |= {f"{name} {kind}": program for name, program in both_ways(types)}
         found |= {f"{name} {kind}": program for name, program in tensors(types)}
         found |= {f"{name} {kind}": program for name, program in together(types)}
-    found |= dict(gemms()) | dict(unaligned_gemms()) | dict(fast_gemms()) | dict(half_gemms())
+    found |= (
+        dict(gemms())
+        | dict(unaligned_gemms())
+        | dict(fast_gemms())
+        | dict(split_gemms())
+        | dict(half_gemms())
+    )
     return found | dict(norm_programs.programs())
 
 
@@ -177,6 +184,7 @@ FAST_SIZES = (
     (8192, 192, 512), (8192, 288, 1024), (8192, 96, 4096),
     (3183, 128, 7728), (956, 112, 8192), (24668, 64, 912), (7949, 48, 1312),
 )  # fmt: skip
+NARROW_SIZES = ((24668, 64, 912), (7949, 48, 1312), (8960, 48, 688))
 FAST_TILES = (
     *(FastTile(x, warpgroups=1) for x in (64, 112, 224)), *map(FastTile, (80, 144, 208, 256)),
     FastTile(128, in_turn=True), FastTile(144, above=2, in_turn=True),
@@ -232,6 +240,9 @@ def fast_gemms() -> Iterator[tuple[str, Program]]:
             for tile in found:
                 made = program(1040, 1040, tile, kind)
                 yield f"scaled_gemm_row_{suffix} {_named(tile)} {words}", made
+            for m, n, k in NARROW_SIZES:
+                made = program(n, k, chosen(m, n, k, kind), kind)
+                yield f"scaled_gemm_row_{suffix} {m}x{n}x{k} {words}", made
 
 
 def _named(tile: FastTile) -> str:
@@ -250,6 +261,31 @@ def half_gemms() -> Iterator[tuple[str, Program]]:
             half_source = source.with_name(half.SOURCES.get(source.name, source.name))
             of_half = gelu.in_half(program) or replace(program, source=str(half_source))
             yield f"{name} float16", of_half
+
+
+SPLIT_SIZES = ((24, 64, 1310720), (24, 720, 327680), (256, 512, 115200), (1152, 32, 7344))
+
+
+def split_gemms() -> Iterator[tuple[str, Program]]:
+    """Products whose parts of k go through memory."""
+    module = scaled_gemm_split
+
+    def program(m: int, n: int, k: int, kind: Kind, bias: torch.dtype | None = None) -> Program:
+        tile = module.tile_of(m, n, k, kind, SMS)
+        assert tile is not None
+        return module.bind(n, k, tile, kind, bias).program
+
+    for scales in scaled_gemm.SCALES:
+        kind = Kind(scales, 4, direct=True)
+        for m, n, k in SPLIT_SIZES:
+            yield f"scaled_gemm_{scales}_split {m}x{n}x{k}", program(m, n, k, kind)
+    for n in (64, 13):
+        kind = Kind("row", 4, direct=True)
+        for bias in (torch.float16, torch.bfloat16, torch.float32):
+            made = program(64, n, 79872, kind, bias)
+            yield f"scaled_gemm_row_split {n} {str(bias)[6:]}", made
+        sums = program(64, n, 79872, kind._replace(accumulate=True))
+        yield f"scaled_gemm_row_split {n} sums", sums
 
 
 def gemm_tile(m: int, n: int, k: int, kind: Kind, sms: int) -> Tile:
@@ -396,6 +432,7 @@ ALIGNED = [name for name in LINES if int(name.split()[1]) not in UNALIGNED_COLUM
 WITHOUT_DATA = ("gather", "finish", "scales", "adds", "plain", "of a bias")
 # Bytes of a thread that are stored and loaded once, before the loop over rows: three blocks of 256
 # threads leave 80 registers each, and times in the database are of this code.
+# The last four are of 192 columns with promoted sums, which with one product fill all registers.
 SPILLED_BYTES = {
     "quantize_together_row 8192 bfloat16->e4m3fn": 8,
     "quantize_together_row 8192 float32->e5m2": 16,
@@ -404,6 +441,10 @@ SPILLED_BYTES = {
     "scaled_gemm_row_fast 128x144 in turn pairs float16": 8,
     "scaled_gemm_row_fast 128x144 in turn fp8 silu": 8,
     "scaled_gemm_row_fast 128x144 in turn float32 sums": 16,
+    "scaled_gemm_row_paired 8192x1680x1680": 8,
+    "scaled_gemm_row_paired 8192x1680x1680 float16": 8,
+    "scaled_gemm_row_paired 64x192 pairs": 8,
+    "scaled_gemm_row_paired 64x192 pairs float16": 8,
 }
 
 
