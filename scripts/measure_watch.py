@@ -385,15 +385,20 @@ def measure(case: str, asked: argparse.Namespace) -> dict[str, Any]:
     control_ms, control_other_ms = control(watched, alone)
     with watched.handle.watch(budget=BUDGET, every=2) as watch:
         thread = Thread(watch)
-        off: dict[Any, Any] = {}
+        off: set[tuple[str, str]] = set()
         for _ in range(3):  # the first judgements may turn products off: compiled again in graphs
             for training in (watched, alone):
                 for _ in range(8):  # compiled, and captured, sampled and not
                     training.step()
             watch.apply(wait=True)
-            # Other kernels are no cost of watching: the other model has the same ones.
-            alone.handle.turn(set(watched.handle.turned_off) - set(off), False)
-            off = dict(watched.handle.turned_off)
+            # Other kernels are no cost of watching: the other model has the same products.
+            now = set(watched.handle.turned_off)
+            for places, is_on in ((now - off, False), (off - now, True)):
+                if places:
+                    alone.handle.turn(sorted(places), is_on)
+            off = now
+        for training in (watched, alone):  # where the last ones turned some
+            training.step()
         off_at_first = watch.in_bf16
         native.wait()  # until then samples are taken in Python
         first = thread.windows.copy()
