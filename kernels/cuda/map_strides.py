@@ -18,6 +18,7 @@ from lokakern.kernels.cuda import scaled_gemm
 from lokakern.kernels.cuda.scaled_gemm import Plan
 from lokakern.kernels.cuda.tiles import Kind
 
+MOST_STRIDES = 32  # of a plan, each with up to 1024 maps
 _NO_ADDRESS = -1  # with which the keys of these begin
 
 
@@ -44,7 +45,7 @@ def _run(
         key, plans = (_NO_ADDRESS, *strides), cast(dict[tuple[int, ...], Plan], plan.maps)
         found = plans.get(key)
         if found is None:
-            if len(plans) >= scaled_gemm._MOST_MAPS:
+            if len(plans) >= MOST_STRIDES:
                 plans.clear()
             found = plans[key] = plan._replace(maps={})
         plan = found

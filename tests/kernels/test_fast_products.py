@@ -11,7 +11,13 @@ import torch
 
 from lokakern import numerics
 from lokakern.formats import Format
-from lokakern.kernels.cuda import scaled_gemm, scaled_gemm_fast, scaled_gemm_unaligned, tiles
+from lokakern.kernels.cuda import (
+    map_strides,
+    scaled_gemm,
+    scaled_gemm_fast,
+    scaled_gemm_unaligned,
+    tiles,
+)
 from lokakern.kernels.cuda.fast_tiles import FastTile, askew, macros_for, tile_of, tiles_of
 from lokakern.kernels.cuda.tiles import Kind, Tile
 from lokakern.registry.register import (
@@ -350,7 +356,7 @@ def test_maps_are_those_of_all_strides(scales: str, monkeypatch: pytest.MonkeyPa
 
 def test_few_maps_are_kept_of_many_strides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scaled_gemm, "tensor_map", lambda x, *_: tuple(x.stride()))
-    monkeypatch.setattr(scaled_gemm, "_MOST_MAPS", 4)
+    monkeypatch.setattr(map_strides, "MOST_STRIDES", 4)
     m, n, k = 64, 48, 256
     a, memory = (torch.empty(rows, k, dtype=torch.float8_e4m3fn) for rows in (m, 4 * n))
     out, scale, seen = torch.empty(m, n, dtype=torch.bfloat16), torch.ones(m, 1), list[Any]()
