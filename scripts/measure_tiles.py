@@ -1,13 +1,13 @@
 """Race tiles of FP8 products, and tell how much slower the rule's tile is than the fastest.
 
-    python scripts/measure_tiles.py [--seed 7] [--count 60] [--tiles 18] [--drawn 6] [--out FILE]
+    python scripts/measure_tiles.py --seed 7 [--count 60] [--tiles 18] [--drawn 6] [--out FILE]
     python scripts/measure_tiles.py --read FILE [FILE ...]
 
 At each size of `lokakern.workloads.drawn_sizes` with more than 64 columns: the tile of
 `fast_tiles.tile_of`, the ``tiles`` with the least cost by its formula, and ``drawn`` others, which
-the formula finds slower. A new ``--seed`` draws sizes that no constant was fitted to. Row scales,
-outputs in bfloat16, no epilogue; without promoted sums, and with them. Times are those of a sweep:
-CUDA graphs, cold operands, replays in random order.
+the formula finds slower. Take a seed that no constant was fitted to. Row scales, outputs in
+bfloat16, no epilogue; without promoted sums, and with them. Times are those of a sweep: CUDA
+graphs, cold operands, replays in random order.
 
 Prints a line for each race and, for both kinds of sums, the geometric mean and the worst sizes.
 ``--out`` keeps times as lines of JSON, which ``--read`` summarizes again.
@@ -93,7 +93,7 @@ def tiles_for(
     able = [
         tile
         for tile in fast_tiles.tiles_of(kind.out_bytes, askew, True, promotes)
-        if cost(tile) < math.inf and tile != chosen
+        if cost(tile) < math.inf and name_of(tile) != name_of(chosen)
     ]
     able.sort(key=cost)
     source = random.Random(f"{shape} {promotes}")
@@ -180,7 +180,7 @@ def read(paths: Sequence[Path]) -> list[Race]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Race tiles of FP8 products.")
-    parser.add_argument("--seed", type=int, default=7, help="of the sizes")
+    parser.add_argument("--seed", type=int, help="of the sizes")
     parser.add_argument("--count", type=int, default=60, help="of the sizes")
     parser.add_argument("--tiles", type=int, default=18, help="with the least cost, at a size")
     parser.add_argument("--drawn", type=int, default=6, help="of the others, at a size")
@@ -190,6 +190,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if asked.read:
         print(*summary(read(asked.read)), sep="\n")
         return
+    if asked.seed is None:
+        parser.error("--seed says which sizes are drawn; take one that nothing was fitted to")
     if not current_device().is_gpu:
         raise SystemExit("measure_tiles: no GPU is available; --read summarizes what was timed")
     load_kernels()
