@@ -32,6 +32,11 @@ def test_functions_whose_cases_take_long_are_listed(
     monkeypatch.setitem(script["main"].__globals__, "LISTED", listed)
     monkeypatch.setattr(sys, "argv", ["list_slow_tests.py", str(report)])
     script["main"]()
-    assert listed.read_text().split() == [
-        "tests/nn/test_a.py::test_slow", "tests/test_b.py::test_alone"
-    ]  # fmt: skip
+    slow = ["tests/nn/test_a.py::test_slow", "tests/test_b.py::test_alone"]
+    assert listed.read_text().split() == slow
+    # Another report: what it does not tell of stays, unless it is gone.
+    here = "tests/scripts/test_list_slow_tests.py::test_functions_whose_cases_take_long_are_listed"
+    gone = ["tests/no_such_file.py::test_it", f"{here.partition('::')[0]}::test_that_is_gone"]
+    listed.write_text("\n".join([*gone, here, "tests/nn/test_a.py::test_fast"]))
+    script["main"]()
+    assert listed.read_text().split() == sorted([*slow, here])
