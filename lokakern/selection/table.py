@@ -506,7 +506,8 @@ class Table:
 
         def order(kernel: Kernel) -> tuple[bool, float, bool, int, bool, str]:
             here = self.device.architecture
-            is_unmeasured = here in kernel.unmeasured or (kernel.name, here) in NEW_KERNELS
+            without_rows = {**kernel.unmeasured, **kernel.compile_only}
+            is_unmeasured = here in without_rows or (kernel.name, here) in NEW_KERNELS
             # Quantizes a column-major matrix in one launch instead of four.
             is_apart = problem.b is not None or TOGETHER not in kernel.name
             return (

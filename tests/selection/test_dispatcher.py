@@ -768,4 +768,8 @@ def test_a_kernel_that_never_ran_comes_after_others_where_nothing_was_timed(
         monkeypatch.setattr(tables, "NEW_KERNELS", new)
         kernel = replace(table, callable_here=True).kernel_at(1000)
         chosen.append(kernel and kernel.name)
-    assert chosen == ["cuda.dequantize_row", "triton.dequantize_row"]
+    monkeypatch.setattr(tables, "NEW_KERNELS", {})
+    monkeypatch.setitem(KERNELS["cuda.dequantize_row"].compile_only, "sm_90", "never run")
+    kernel = replace(table, callable_here=True).kernel_at(1000)
+    chosen.append(kernel and kernel.name)
+    assert chosen == ["cuda.dequantize_row", *["triton.dequantize_row"] * 2]
