@@ -1,11 +1,10 @@
 // FP8 scaled GEMM whose long sums are split among all SMs: mainloop.cuh, and what each part of K adds
-// up to, in float32. quantize_sums.cu or gradient_sums.cu adds the parts.
+// up to, in float32. sum_parts.cu adds the parts.
 //
 //     parts[p, m, n] = (sum over part p of K of a[m, k] b[n, k]) * sa * sb
 //     parts[0, m, n] += bias[n], += d[m, n]
 //
-// The blocks of a tile are no cluster, so that they are as many as there are SMs, and not 8. Where
-// mainloop.cuh asks for a block's place in its cluster, it is told that of its part.
+// mainloop.cuh runs as if each tile had a cluster of PARTS blocks. A real one has 8 at most.
 //
 // Macros beside those of mainloop.cuh:
 //
@@ -13,7 +12,6 @@
 //     TENSOR_SCALES, ROW_SCALES   1: scales that are applied here
 //     BIAS                        0: none, 1: float16, 2: bfloat16, 4: float32
 //     ACCUMULATE                  1: d is float32, and a term of the sums
-//     DIRECT                      1: sums leave from registers
 //     SHARED_BYTES                what the launch asks for
 #include "hopper.cuh"
 

@@ -4,7 +4,7 @@
 
 The products of scaled_gemm.py, whose blocks share a sum in clusters of at most 8: of an output of
 one tile 124 SMs idle. Here as many parts of k as there are SMs for a tile go through memory, and a
-second launch adds them, in the order of `lokakern.sums`.
+second launch, sum_parts.cu, adds them.
 """
 
 from __future__ import annotations
@@ -21,24 +21,26 @@ from lokakern import jit, nvrtc
 from lokakern.driver import CudaLaunch, TensorMap
 from lokakern.kernels.cuda import scaled_gemm
 from lokakern.kernels.cuda.fast_tiles import LEAST_STEP_US, RATES, ROW_US
-from lokakern.kernels.cuda.gradient_sums import launch_sums
 from lokakern.kernels.cuda.scaled_gemm import SCALES
 from lokakern.kernels.cuda.tiles import DEPTH, Kind, Tile, fits, macros_of
 from lokakern.registry.register import KERNELS, PROMOTED_KERNEL_ERR_BOUND, register
 from lokakern.types import PLAIN, Device, Epilogue, Problem, Rejected, Support
 
 SOURCE = str(Path(__file__).with_suffix(".cu"))
+SUMS_SOURCE = str(Path(__file__).with_name("sum_parts.cu"))
+SUM_THREADS, MOST_LINES = 256, 32  # of sum_parts.cu
 SMS = 132  # of an H200, by which problems are refused
 WIDTHS = (8, 16, 24, 32, 64, 96, 128)  # of tiles
 LEAST_STEPS = 4  # along k, of a part
 MOST_K = 2**30  # 132 times its steps are an int
-PART_US = 0.8e-6  # of an element of a part: written to the L2, and read
+PART_US = 2e-6  # of an element of a part: written to the L2, and read; a guess
 _MAIN_LOOP = ("N", "K", "BLOCK_N", "WARPGROUPS", "RESIDENT", "PARTS", "STAGES", "DOUBLE", "BAND",
               "SCALES", "BATCH", "A_TYPE", "B_TYPE", "A_SLICES", "A_ENDS", "TENSOR_SCALES",
               "ROW_SCALES", "BIAS", "ACCUMULATE", "DIRECT", "SHARED_BYTES")  # fmt: skip
 
 
-_BIASES = {None: 0, torch.float16: 1, torch.bfloat16: 2, torch.float32: 4}
+_OUTPUTS = {torch.float16: 1, torch.bfloat16: 2, torch.float32: 4}
+_BIASES: dict[torch.dtype | None, int] = {None: 0} | _OUTPUTS
 
 
 class Plan(NamedTuple):
@@ -63,10 +65,20 @@ def bind(n: int, k: int, tile: Tile, kind: Kind, bias: torch.dtype | None = None
     )  # fmt: skip
 
 
+@functools.cache
+def bind_sums(lines: int, width: int, dtype: torch.dtype) -> CudaLaunch:
+    """The launch that adds parts, one for all sizes."""
+    macros = {"LINES": lines, "WIDTH": width, "OUT": _OUTPUTS[dtype]}
+    program = nvrtc.Program(SUMS_SOURCE, "sum_parts", tuple(macros.items()))
+    return CudaLaunch(program, pointers=2, scalars="ii", threads=SUM_THREADS, programmatic=True)
+
+
+@functools.lru_cache(maxsize=4096)
 def tile_of(m: int, n: int, k: int, kind: Kind, sms: int) -> Tile | None:
     """The tile with the least cost by a formula; None where no sum has two parts.
 
-    The constants of a step are those of `fast_tiles`, where products and copies were measured.
+    The constants of a step are those of `fast_tiles`, which were fitted to another main loop: this
+    one adds a step while it multiplies the next in groups of 16 only.
     """
     steps = -(-k // DEPTH)
     best, least = None, math.inf
@@ -150,7 +162,12 @@ def _launch(
     pointers += (out,) if kind.accumulate else ()
     strides = b_scale.stride() if kind.scales == "block" else ()
     plan.launch(plan.grid, pointers, (m, *strides), maps)
-    launch_sums(parts, out.view(-1))
+    count, elements = parts.shape
+    starts = parts.data_ptr() | elements * 4 | out.data_ptr() * (4 // out.element_size())
+    width = 1 if starts & 15 else 4
+    lines = min(MOST_LINES, 1 << max(count // 4 - 1, 0).bit_length())
+    grid = -(-elements // (SUM_THREADS // lines * width))
+    bind_sums(lines, width, out.dtype)((grid, 1, 1), (parts, out), (count, elements))
 
 
 def supports(scales: str, problem: Problem, device: Device) -> Support:
@@ -161,14 +178,14 @@ def supports(scales: str, problem: Problem, device: Device) -> Support:
     if problem.out_format.is_fp8:
         return Rejected(f"writes bfloat16 or float32, not {problem.out_format.value}")
     if problem.out_strided:
-        return Rejected("writes an output without gaps between rows")
+        return Rejected("needs a contiguous output")
     m, n, k = problem.shape
     if k >= MOST_K:
         return Rejected(f"k must be less than 2^30; it is {k}")
     if m * n and tile_of(m, n, k, Kind(scales, 4, direct=True), SMS) is None:
         return Rejected(
-            f"splits sums of at least {2 * LEAST_STEPS * DEPTH} of k among {SMS} SMs that tiles of "
-            f"an output leave idle; m={m} n={n} k={k}"
+            f"k is too short to split, or the output has too many tiles: it takes k from "
+            f"{2 * LEAST_STEPS * DEPTH} on, of at most {SMS // 2} tiles; m={m} n={n} k={k}"
         )
     return answer
 
@@ -185,5 +202,5 @@ for _scales, (_a, _b) in SCALES.items():
         workspace=functools.partial(_parts, _scales),
         kernel_err_bound=PROMOTED_KERNEL_ERR_BOUND,
         accumulates=True,
-        compile_only={"sm_90": "not run on a GPU yet: none was free when it was written"},
+        compile_only={"sm_90": "not run on a GPU yet: none was available"},
     )(functools.partial(_launch, _scales))

@@ -3,7 +3,7 @@
 What they take of the hardware is kept in kernels/cuda/resources.json. Beside this file is kept from
 what each program was compiled that passed these tests: text, macros, options and compiler, which
 decide its bytes. What differs from that is compiled and tested, and one of eight of the others; all
-of them (5 minutes of a core) with LOKAKERN_CHECK_ALL=1, or once these tests themselves change.
+of them (10 minutes of a core) with LOKAKERN_CHECK_ALL=1, or once these tests themselves change.
 After a change on purpose, or with another NVRTC:
 
     python -m tests.kernels.test_cuda_compiled
@@ -263,11 +263,15 @@ def half_gemms() -> Iterator[tuple[str, Program]]:
             yield f"{name} float16", of_half
 
 
-SPLIT_SIZES = ((24, 64, 1310720), (24, 720, 327680), (256, 512, 115200), (1152, 32, 7344))
+# A size for each width of tiles, and two warpgroups.
+SPLIT_SIZES = (
+    (24, 64, 1310720), (24, 720, 327680), (256, 512, 115200), (1152, 32, 7344), (64, 8, 16384),
+    (64, 24, 16384), (64, 96, 16384), (8192, 16, 4096), (4000, 64, 4096),
+)  # fmt: skip
 
 
 def split_gemms() -> Iterator[tuple[str, Program]]:
-    """Products whose parts of k go through memory."""
+    """Products whose parts of k go through memory, and what adds the parts."""
     module = scaled_gemm_split
 
     def program(m: int, n: int, k: int, kind: Kind, bias: torch.dtype | None = None) -> Program:
@@ -279,13 +283,16 @@ def split_gemms() -> Iterator[tuple[str, Program]]:
         kind = Kind(scales, 4, direct=True)
         for m, n, k in SPLIT_SIZES:
             yield f"scaled_gemm_{scales}_split {m}x{n}x{k}", program(m, n, k, kind)
-    for n in (64, 13):
-        kind = Kind("row", 4, direct=True)
-        for bias in (torch.float16, torch.bfloat16, torch.float32):
-            made = program(64, n, 79872, kind, bias)
-            yield f"scaled_gemm_row_split {n} {str(bias)[6:]}", made
-        sums = program(64, n, 79872, kind._replace(accumulate=True))
-        yield f"scaled_gemm_row_split {n} sums", sums
+        for n in (64, 13):
+            for bias in (torch.float16, torch.bfloat16, torch.float32):
+                made = program(64, n, 79872, kind, bias)
+                yield f"scaled_gemm_{scales}_split {n} {str(bias)[6:]}", made
+            accumulates = kind._replace(accumulate=True, a_type="e5m2")
+            yield f"scaled_gemm_{scales}_split {n} sums", program(64, n, 79872, accumulates)
+    for lines in (1, 2, 32):
+        for width, dtype in itertools.product((1, 4), module._OUTPUTS):
+            name = f"scaled_gemm_row_split adds {lines} x {width} {str(dtype)[6:]}"
+            yield name, module.bind_sums(lines, width, dtype).program
 
 
 def gemm_tile(m: int, n: int, k: int, kind: Kind, sms: int) -> Tile:
@@ -771,11 +778,13 @@ def test_blocks_tell_each_other_of_rows_they_share(name: str) -> None:
 if __name__ == "__main__":
     os.environ["LOKAKERN_CHECK_ALL"] = "1"
     CASES, NAMES = ALL, list(ALL)
+    # What the tests compile is not compiled again below.
+    os.environ["LOKAKERN_TESTS"] = tempfile.mkdtemp()
+    os.environ["LOKAKERN_CACHE"] = str(shared_folder("compiled"))
     others = "not resources_are_as_recorded and not was_checked_by"
     command = [sys.executable, "-m", "pytest", "-q", "-n", "auto", __file__, "-k", others]
     if subprocess.run(command, check=False).returncode:
         sys.exit("nothing is written: these programs are not as they should be")
-    os.environ.setdefault("LOKAKERN_CACHE", tempfile.mkdtemp())
     RECORD.write_text(json.dumps({"nvrtc": nvrtc.version(), **measured()}, indent=1) + "\n")
     was_checked = {"checks": checks(), "programs": identities()}
     CHECKED.write_text(json.dumps(was_checked, indent=1) + "\n")

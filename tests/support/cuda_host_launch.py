@@ -105,6 +105,12 @@ extern "C" void launch(unsigned blocks, unsigned threads, const float* parts, un
     run_grid(blocks, threads, false, [=] { gradient_sums(parts, sums, tiles, columns); });
 }
 """,
+    "sum_parts": """
+extern "C" void launch(unsigned blocks, unsigned threads, const float* parts, char* out, int count,
+                       int elements) {
+    run_grid(blocks, threads, false, [=] { sum_parts(parts, out, count, elements); });
+}
+""",
     "column_sums": """
 extern "C" void launch(unsigned blocks, unsigned threads, const unsigned short* x, float* parts,
                        int rows, int columns, long long stride) {

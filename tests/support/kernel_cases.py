@@ -17,6 +17,7 @@ ACTIVATING = ("cuda.activate_quantize_row",)  # of op norm_quantize, without a n
 CROSSING = tuple(sorted(name for name in KERNELS if "cuda.gemm_cross" in name))
 RECTIFYING = ("torch.bf16_relu",)
 LONG_ROWS = tuple(sorted(name for name in KERNELS if "cuda.quantize_long" in name))  # refuse others
+LONG_SUMS = tuple(sorted(name for name in KERNELS if name.endswith("_split")))  # as well
 BEHIND_CROSSES = ("torch.cross_backward", "cuda.cross_backward")  # of op norm_backward
 
 
@@ -24,11 +25,11 @@ def cases(*ops: str) -> list[Any]:
     """Each kernel of some ops and where to run it: on a GPU, and what runs anywhere on the CPU.
 
     Libraries' are in tests of their own (test_adapters*.py), because they do less, and so are those
-    of long rows (test_quantize_long.py).
+    of long rows (test_quantize_long.py) and of long sums (test_split_products.py).
     """
     found = []
     for name, kernel in sorted(KERNELS.items()):
-        if kernel.op in ops and not kernel.libraries and name not in LONG_ROWS:
+        if kernel.op in ops and not kernel.libraries and name not in (*LONG_ROWS, *LONG_SUMS):
             if kernel.architectures == {"any"}:
                 found.append(pytest.param(name, "cpu", id=f"{name}-cpu"))
             found.append(pytest.param(name, "cuda", id=f"{name}-cuda", marks=pytest.mark.gpu))
