@@ -20,9 +20,8 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
 LISTED = ROOT / "tests" / "slow_tests.txt"
-LONG_S = (
-    0.3  # 1,594 of 12,547 cases of the core and a part of the rest, but five sixths of the time
-)
+# 1,594 of 12,547 cases of the core and a part of the rest, but five sixths of the time.
+LONG_S = 0.3
 ALWAYS = ("tests/registry/test_shipped.py", "tests/kernels/test_cuda_compiled.py")
 
 

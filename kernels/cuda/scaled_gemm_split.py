@@ -34,6 +34,7 @@ WIDTHS = (8, 16, 24, 32, 64, 96, 128)  # of tiles
 LEAST_STEPS = 4  # along k, of a part
 MOST_K = 2**30  # 132 times its steps are an int
 PART_US = 2e-6  # of an element of a part: written to the L2, and read; a guess
+# DIRECT says that no bulk copy writes the output: for tests of machine code.
 _MAIN_LOOP = ("N", "K", "BLOCK_N", "WARPGROUPS", "RESIDENT", "PARTS", "STAGES", "DOUBLE", "BAND",
               "SCALES", "BATCH", "A_TYPE", "B_TYPE", "A_SLICES", "A_ENDS", "TENSOR_SCALES",
               "ROW_SCALES", "BIAS", "ACCUMULATE", "DIRECT", "SHARED_BYTES")  # fmt: skip
@@ -165,6 +166,7 @@ def _launch(
     count, elements = parts.shape
     starts = parts.data_ptr() | elements * 4 | out.data_ptr() * (4 // out.element_size())
     width = 1 if starts & 15 else 4
+    # Of a thread about four parts, whose loads are under way at once.
     lines = min(MOST_LINES, 1 << max(count // 4 - 1, 0).bit_length())
     grid = -(-elements // (SUM_THREADS // lines * width))
     bind_sums(lines, width, out.dtype)((grid, 1, 1), (parts, out), (count, elements))

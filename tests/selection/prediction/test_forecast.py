@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import random
@@ -170,15 +171,22 @@ def test_a_compiled_product_takes_no_longer_than_with_padded_sizes(
         wide = padded_problem(problem)
         if wide is None:
             continue
-        alone, compiled, aligned = (
+        # Rows are padded to a multiple of 8 or of 16, of which the model may find either slower.
+        wider = dataclasses.replace(wide, m=-(-wide.m // 16) * 16)
+        alone, compiled, *aligned = (
             dispatcher.table_for(x, BUDGET, None, H200, regime).forecast
-            for x, regime in ((problem, None), (problem, "compiled"), (wide, None))
+            for x, regime in ((problem, None), (problem, "compiled"), (wide, None), (wider, None))
         )
-        assert alone is not None and compiled is not None and aligned is not None
+        assert alone is not None and compiled is not None
         us = compiled.time_us(PADDED, problem.m)
-        # Up to seven rows less, and m of other alignments, which the model does not always find
-        # faster: 1.1 % slower at one of 70 problems.
-        assert us <= 1.02 * aligned.time_us("torch.bf16", wide.m), problem
+        # Up to 15 rows less, which the model does not always find faster.
+        padded_us = [
+            found.time_us("torch.bf16", x.m)
+            for found, x in zip(aligned, (wide, wider), strict=True)
+            if found is not None
+        ]
+        assert len(padded_us) == 2
+        assert us <= 1.01 * max(padded_us), problem
         assert us <= alone.time_us(PADDED, problem.m), problem
         seen += 1
     assert seen > 12
