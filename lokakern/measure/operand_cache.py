@@ -29,7 +29,8 @@ SAMPLED_ROWS = 2048  # rows sampled in float64 on the CPU; larger m repeats them
 # 128 MiB of float64. 2048 x 8192 values take 0.2-0.6 s of one core, 256 x 123200 take 0.4-0.8 s.
 SAMPLED_ELEMENTS = 2**24
 FEWEST_ROWS = 2 * GROUP  # also where SAMPLED_ELEMENTS allows fewer: 241 MiB at k = 123200
-MOST_COLUMNS = 2**20  # 2 GiB of float64 in FEWEST_ROWS
+LONG_COLUMNS = 2**20  # 2 GiB of float64 in FEWEST_ROWS; of more columns GROUP rows are sampled
+MOST_COLUMNS = 2 * LONG_COLUMNS
 CPU_BYTES = 4 * 2**30  # capacity of the cache on the CPU
 DEVICE_BYTES = 2 * 2**30  # capacity of the cache on the device: neighbors in a suite share operands
 MOST_THREADS = 16
@@ -71,7 +72,8 @@ def most_rows(columns: int) -> int:
             f"operands of {columns} columns are not sampled; expected at most {MOST_COLUMNS}"
         )
     fitting = SAMPLED_ELEMENTS // columns // GROUP * GROUP
-    return min(SAMPLED_ROWS, max(FEWEST_ROWS, fitting))
+    fewest = FEWEST_ROWS if columns <= LONG_COLUMNS else GROUP
+    return min(SAMPLED_ROWS, max(fewest, fitting))
 
 
 def operand_plan(problem: Problem, distribution: str, seed: int) -> OperandPlan:

@@ -252,6 +252,19 @@ def _narrow(fp8: Format) -> Iterator[Case]:
             yield quantize_case(m, k, Granularity.ROW, "X5", fp8)
 
 
+# Weight gradients of few outputs: sums over samples, in parts that all SMs share.
+LONG_SUMS = (
+    (24, 64, 1310720), (64, 16, 1277952), (24, 720, 327680), (256, 512, 115200), (64, 64, 65536),
+    (512, 512, 32768), (1152, 32, 7344),
+)  # fmt: skip
+
+
+def _long_sums(fp8: Format) -> Iterator[Case]:
+    for m, n, k in LONG_SUMS:
+        yield from scaled_gemm_cases(m, n, k, GRADIENTS, fp8)
+        yield main_grad_case(k, m, n, WIDE_RANGE[fp8], fp8)
+
+
 QUANTIZER_SHAPES = ((2048, 512), (8192, 1024), (32768, 2048))
 
 
@@ -331,6 +344,7 @@ SUITES: dict[str, Suite] = {
         Suite("lrm-backward", "gradients of their inputs and weights", _lrm_backward),
         Suite("norms", "the 27 anchors, each followed by a norm; norms of rows", _norms),
         Suite("narrow", "many rows, at most 64 outputs: bound by the bytes of a", _narrow),
+        Suite("long-sums", "few outputs, each a sum over many samples", _long_sums),
         Suite(
             "float16",
             "products, quantizers, norms and their gradients in float16",

@@ -157,8 +157,11 @@ def test_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert why((24, 64, 1310720)) is None
     assert why((24, 64, 1310720), out_format=Format.FLOAT16) is None
-    assert "k from 1024 on" in str(why((24, 64, 896)))
-    assert "at most 66 tiles" in str(why((8192, 2048, 2048)))
+    assert why((64, 64, 2048)) is None and why((512, 512, 16384)) is None
+    assert "from k=2048 on" in str(why((24, 64, 2032)))
+    assert "from k=16384 on" in str(why((512, 512, 16368)))
+    assert "from k=104858 on" in str(why((8192, 2048, 2048)))
+    assert "too many tiles" in str(why((8192, 2048, 2**18)))
     assert "less than 2^30" in str(why((24, 64, 2**30)))
     assert "writes bfloat16 or float32" in str(why((24, 64, 8192), out_format=Format.E4M3FN))
 

@@ -416,7 +416,7 @@ def test_batches_repeat_sampled_rows_and_weights() -> None:
                       prepared=True), "b column-major"),
         (make_problem("gemm", (8, 8, 8), b=Operand(FP8, Granularity.ROW, Layout.COLUMN),
                       prepared=True, batch=2), "with unquantized gemm and"),
-        (make_problem("gemm", (8, 8, 2**20 + 1)), "1048577 columns are not sampled"),
+        (make_problem("gemm", (8, 8, 2**21 + 1)), "2097153 columns are not sampled"),
     ],
 )  # fmt: skip
 def test_problems_without_operands_raise(problem: Problem, says: str) -> None:
@@ -435,14 +435,16 @@ def test_empty_problems_raise() -> None:
 def test_limits_on_sampled_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     assert most_rows(1) == most_rows(8192) == 2048
-    for columns in (1, 479, 9000, 17280, 69120, 123200, 2**20):
+    for columns in (1, 479, 9000, 17280, 69120, 123200, 2**20, 1310720, 2**21):
         rows = most_rows(columns)
+        fewest = 256 if columns <= 2**20 else 128
         assert rows % 128 == 0
-        assert 256 <= rows <= 2048
-        assert rows == 256 or rows * columns <= operand_cache.SAMPLED_ELEMENTS
+        assert fewest <= rows <= 2048
+        assert rows == fewest or rows * columns <= operand_cache.SAMPLED_ELEMENTS
         assert rows * columns * 8 <= 2 * 2**30
+    assert (most_rows(2**20), most_rows(2**20 + 1)) == (256, 128)
     with pytest.raises(MeasurementError):
-        most_rows(2**20 + 1)
+        most_rows(2**21 + 1)
 
 
 def test_plans_of_large_problems_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -538,7 +540,7 @@ def test_prefetch_stops_before_operands_evict_each_other(monkeypatch: pytest.Mon
     monkeypatch.setattr(operand_cache, "CPU_BYTES", 1)
     assert prefetch_and_wait(cases) == 1
     assert prefetch_and_wait([]) == 0
-    refused = [Case(make_problem("gemm", shape), "X1") for shape in ((0, 8, 8), (8, 8, 2**21))]
+    refused = [Case(make_problem("gemm", shape), "X1") for shape in ((0, 8, 8), (8, 8, 2**22))]
     assert prefetch_and_wait(refused) == 2  # it is for `Operands` to say
 
 

@@ -9,12 +9,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lokakern import nvrtc
 from lokakern.chain import candidates as chain_candidates
 from lokakern.chain.candidates import Chain, Layer
 from lokakern.errors import ShapeError, UnknownNameError
 from lokakern.functional.checks import operand_of
 from lokakern.problems import baseline_name, make_problem
-from lokakern.registry.register import fp8_format
+from lokakern.registry.register import KERNELS, fp8_format, load_kernels
 from lokakern.sweep.engine import candidates
 from lokakern.types import (
     REALISTIC_DISTRIBUTIONS,
@@ -24,6 +25,7 @@ from lokakern.types import (
     Layout,
     Operand,
     Problem,
+    Rejected,
     alignment_of,
     norm_form,
 )
@@ -48,6 +50,7 @@ from lokakern.workloads.suites import (
     shape_cases,
 )
 
+load_kernels()
 H200 = Device("nvidia", "NVIDIA H200", "sm_90", 132, 140)
 MI300X = Device("amd", "AMD Instinct MI300X", "gfx942", 304, 192)
 CPU = Device("cpu", "some CPU", "x86_64", 2, 16)
@@ -395,6 +398,21 @@ def test_narrow_outputs_are_bound_by_bytes() -> None:
         assert scale is Granularity.ROW
         assert problem.op == "quantize" or problem.out_format is Format.BFLOAT16
     assert {p.n for p in problems if p.b} == {1, 8, 16, 24, 32, 64}
+
+
+def test_long_sums_are_those_of_split_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvrtc, "why_not", lambda _: None)
+    taken: Counter[str] = Counter()
+    for problem in (case.problem for case in SUITES["long-sums"].cases(H200)):
+        assert problem.m * problem.n <= 2**18 and problem.k > 4 * max(problem.m, problem.n)
+        (kernel,) = (
+            kernel
+            for name, kernel in KERNELS.items()
+            if name.endswith("_split") and not isinstance(kernel.supports(problem, H200), Rejected)
+        )
+        taken[kernel.name] += 1
+    scales = ("tensor", "row", "block", "group")
+    assert taken == {f"cuda.scaled_gemm_{name}_split": 7 for name in scales}
 
 
 def test_gradients_read_operands_in_their_layout() -> None:
