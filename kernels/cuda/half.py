@@ -34,6 +34,7 @@ from lokakern.kernels.cuda import (
     quantize_together,
     scaled_gemm,
     scaled_gemm_fast,
+    scaled_gemm_turned,
     scaled_gemm_unaligned,
 )
 from lokakern.kernels.cuda.norm_tiles import NormKind
@@ -57,6 +58,7 @@ SOURCES = {
     "norm_quantize.cu": "half_norm_quantize.cu",
     "scaled_gemm.cu": "half_scaled_gemm.cu",
     "scaled_gemm_fast.cu": "half_scaled_gemm_fast.cu",
+    "scaled_gemm_turned.cu": "half_scaled_gemm_turned.cu",
     "scaled_gemm_unaligned.cu": "half_scaled_gemm_unaligned.cu",
     "gemm_norm.cu": "half_gemm_norm.cu",
     "gemm_cross.cu": "half_gemm_cross.cu",
@@ -200,6 +202,7 @@ for _module in (
     quantize_together,
     scaled_gemm,
     scaled_gemm_fast,
+    scaled_gemm_turned,
     scaled_gemm_unaligned,
 ):
     _with_half(_module)

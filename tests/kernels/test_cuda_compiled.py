@@ -44,6 +44,7 @@ from lokakern.kernels.cuda import (
     scaled_gemm,
     scaled_gemm_fast,
     scaled_gemm_split,
+    scaled_gemm_turned,
     scaled_gemm_unaligned,
     tiles,
     token_gradient,
@@ -98,6 +99,7 @@ def cases() -> dict[str, Program]:
         dict(gemms())
         | dict(unaligned_gemms())
         | dict(fast_gemms())
+        | dict(turned_gemms())
         | dict(split_gemms())
         | dict(half_gemms())
     )
@@ -253,9 +255,46 @@ def _named(tile: FastTile) -> str:
     return f"{rows}x{tile.block_n}{turn}{pairs[tile.above, tile.along]}{parts}"
 
 
+TURNED_TILES = (
+    *map(FastTile, (64, 112, 144, 160, 208, 256)), FastTile(80, warpgroups=1),
+    FastTile(224, warpgroups=1, above=2), FastTile(176, warpgroups=3, chunks=1),
+    FastTile(192, warpgroups=3, chunks=1, along=2), FastTile(160, above=2, along=2),
+)  # fmt: skip
+PROMOTED_TURNED_TILES = (
+    *map(FastTile, (80, 112, 160)), FastTile(192, above=2), FastTile(96, warpgroups=1, along=2),
+    FastTile(112, warpgroups=3, chunks=1, above=2, along=2),
+)  # fmt: skip
+TURNED_KINDS = {
+    "bias": Kind("row", bias_bytes=2), "relu": Kind("row", bias_bytes=4, activation="relu"),
+    "plain": Kind("tensor", a_type="e5m2"),
+}  # fmt: skip
+
+
+def turned_gemms() -> Iterator[tuple[str, Program]]:
+    """Products in tiles whose rows are the weight's."""
+    module = scaled_gemm_turned
+    for suffix, promotes in (("turned_fast", False), ("turned", True)):
+        for m, n, k in (
+            (1547, 768, 4096),
+            (4736, 512, 5856),
+            (8832, 1024, 7376),
+            (33792, 9216, 2048),
+        ):
+            tile = module.tile_of(m, n, k, fast_tiles.askew(k), SMS, promotes)
+            made = module.bind(n, k, tile, promotes, Kind("row")).program
+            yield f"scaled_gemm_row_{suffix} {m}x{n}x{k}", made
+        for tile in PROMOTED_TURNED_TILES if promotes else TURNED_TILES:
+            made = module.bind(1040, 1040, tile, promotes, Kind("row")).program
+            yield f"scaled_gemm_row_{suffix} {_named(tile)}", made
+        for words, kind in TURNED_KINDS.items():
+            for tile in (FastTile(112, warpgroups=3, chunks=1), FastTile(160, above=2)):
+                made = module.bind(1040, 1040, tile, promotes, kind).program
+                yield f"scaled_gemm_{kind.scales}_{suffix} {_named(tile)} {words}", made
+
+
 def half_gemms() -> Iterator[tuple[str, Program]]:
     """The same of rowwise scales with outputs in float16."""
-    for name, program in (*gemms(), *unaligned_gemms(), *fast_gemms()):
+    for name, program in (*gemms(), *unaligned_gemms(), *fast_gemms(), *turned_gemms()):
         if name.startswith("scaled_gemm_row") and dict(program.macros)["OUT"] == 2:
             source = Path(program.source)
             half_source = source.with_name(half.SOURCES.get(source.name, source.name))
@@ -266,7 +305,7 @@ def half_gemms() -> Iterator[tuple[str, Program]]:
 # A size for each width of tiles, and two warpgroups.
 SPLIT_SIZES = (
     (24, 64, 1310720), (24, 720, 327680), (256, 512, 115200), (1152, 32, 7344), (64, 8, 16384),
-    (64, 24, 16384), (64, 96, 16384), (8192, 16, 4096), (4000, 64, 4096),
+    (64, 24, 327680), (64, 96, 1310720), (8192, 16, 4096), (1024, 256, 65536),
 )  # fmt: skip
 
 
@@ -726,7 +765,7 @@ def test_float16_is_converted_in_hardware(name: str) -> None:
     words = instructions(name)
     assert not any("BF16" in word for word in words)
     if "OUT" in dict(CASES[name].macros):
-        assert any(word.startswith("F2FP.F16") for word in words)
+        assert any(word.startswith(("F2FP.F16", "F2FP.RELU.F16")) for word in words)
     elif not any(word in name for word in WITHOUT_DATA):
         assert any(word.startswith("HADD2.F32") for word in words)
 
