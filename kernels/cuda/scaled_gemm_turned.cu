@@ -1,10 +1,10 @@
 // FP8 scaled GEMM whose tiles are turned: fast_mainloop.cuh multiplies the weight by the data, so that
-// a tile has 64, 128 or 192 columns of the output and any multiple of 16 of its rows.
+// a tile has 64, 128 or 192 columns of the output and 64 to 256 of its rows, in steps of 16.
 //
 //     d[m, n] = f((sum_k w[n, k] x[m, k]) * sx * sw + bias[n])
 //
-// 4736 x 512 in tiles of 128 x 176 are 111 of the 132 that an H200 takes at a time, and turned ones of
-// 160 x 128 are 120: 96 % of their sums are the output's.
+// 4736 x 512 is 111 tiles of 128 x 176, of the 132 that an H200 takes at a time, and 132 turned ones of
+// 144 x 128.
 //
 // stmatrix turns blocks of 8 x 8 back on their way to shared memory, whose rows are 64 columns of d,
 // the lines of 128 bytes that bulk copies write. Macros beside those of fast_mainloop.cuh, of which N

@@ -1,9 +1,9 @@
 """FP8 scaled GEMM in tiles whose rows are the weight's. See scaled_gemm_turned.cu.
 
 The tensor core takes 64 rows of its first operand, and any multiple of 8 of its second. Where the
-weight is the first, tiles have any multiple of 16 of the output's rows, so that more sizes fill the
-SMs. The products of scaled_gemm_fast.py and scaled_gemm_paired.py with the same bits; outputs in
-bfloat16 or float16, with a bias and relu at most.
+weight is the first, tiles have 64 to 256 of the output's rows in steps of 16, so that more sizes
+fill the SMs. The products of scaled_gemm_fast.py and scaled_gemm_paired.py, with their bits where
+these do not split sums; outputs in bfloat16 or float16, with a bias and relu at most.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from lokakern.registry.register import (
 from lokakern.types import PLAIN, Device, Epilogue, Format, Problem, Rejected, Support
 
 SOURCE = str(Path(__file__).with_suffix(".cu"))
-LEAST_N = 65  # tiles of one warpgroup have 64 columns
+LEAST_N = 72  # where n is at most 64, narrow tiles of other kernels are faster
 LINE_COLUMNS = 64  # of the output, which a bulk copy writes
 WHOLE_PIECE = 112  # rows of a tile that leave in one copy; of more, each half does
 ENOUGH_STAGES = 4  # of a ring, with which there is room to stage both halves: up to 15 % faster
@@ -230,7 +230,8 @@ def _launch(
     (m, n), k = out.shape, b.shape[0]
     kind = scaled_gemm._kind_of(scales, (a,), b, out, bias, epilogue)
     if kind.direct:  # out starts where no bulk copy can write: the same bits by other tiles
-        given = (a, a_scale, b, b_scale, out, bias, workspace, epilogue)
+        whole = epilogue._replace(batch_invariant=True)  # which do not split sums
+        given = (a, a_scale, b, b_scale, out, bias, workspace, whole)
         scaled_gemm_fast.launch(scales, promotes, *given)
         return
     starts = a.data_ptr() | a.stride(0) | b.data_ptr() | b.stride(1)

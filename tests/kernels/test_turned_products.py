@@ -12,7 +12,7 @@ from lokakern.driver import CudaLaunch
 from lokakern.formats import Format
 from lokakern.kernels.cuda import scaled_gemm, scaled_gemm_fast, tiles
 from lokakern.kernels.cuda import scaled_gemm_turned as kernel
-from lokakern.kernels.cuda.fast_tiles import FastTile
+from lokakern.kernels.cuda.fast_tiles import FastTile, askew
 from lokakern.kernels.cuda.tiles import Kind
 from lokakern.registry.register import (
     FAST_KERNEL_ERR_BOUND,
@@ -150,10 +150,15 @@ def test_many_launches_in_a_row_give_the_same_bits(tile: FastTile, promotes: boo
 
 
 def test_the_rule_fills_the_sms() -> None:
-    """In a wave of 120, 132 and 120 tiles, where others have 111, 130 and 130 of other shapes."""
+    """In one wave, where others have 111, 130 and 130 tiles of other shapes."""
     assert kernel.tile_of(4736, 512, 5856, 1, H200_SMS, False) == FastTile(144, above=2)
     assert kernel.tile_of(1649, 1536, 768, 0, H200_SMS, False) == FastTile(160)
     assert kernel.tile_of(1547, 768, 4096, 0, H200_SMS, True) == FastTile(80)
+    for m, n, k, promotes, count in (
+        (4736, 512, 5856, False, 132), (1649, 1536, 768, False, 132), (1547, 768, 4096, True, 120)
+    ):  # fmt: skip
+        tile = kernel.tile_of(m, n, k, askew(k), H200_SMS, promotes)
+        assert tile.groups(n, m) * tile.pairs == count
     assert kernel.tile_of(1, 72, 64, 0, H200_SMS, False).block_n == 64  # all have more rows
 
 
@@ -234,3 +239,4 @@ def test_outputs_that_start_anywhere_have_other_tiles(monkeypatch: pytest.Monkey
         kernel._launch("row", True, a, scales[0], a.t(), scales[1], out, None, ())
     assert launches[0] == "turned" and len(launches) == 2
     assert launches[1][:2] == ("row", True) and launches[1][6] is out
+    assert launches[1][-1].batch_invariant  # else sums are split, and bits are others
