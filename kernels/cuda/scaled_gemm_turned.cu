@@ -1,17 +1,17 @@
-// FP8 scaled GEMM whose tiles are turned: fast_mainloop.cuh multiplies the weight by the data, so that
-// a tile has 64, 128 or 192 columns of the output and 64 to 256 of its rows, in steps of 16.
+// FP8 scaled GEMM whose tiles are turned: fast_mainloop.cuh multiplies the weight by the data, so
+// that a tile has 64, 128 or 192 columns of the output and 64 to 256 of its rows, in steps of 16.
 //
 //     d[m, n] = f((sum_k w[n, k] x[m, k]) * sx * sw + bias[n])
 //
-// 4736 x 512 is 111 tiles of 128 x 176, of the 132 that an H200 takes at a time, and 132 turned ones of
-// 144 x 128.
+// 4736 x 512 is 111 tiles of 128 x 176, of the 132 that an H200 takes at a time, and 132 turned
+// ones of 144 x 128.
 //
 // stmatrix turns blocks of 8 x 8 back on their way to shared memory, whose rows are 64 columns of d,
 // the lines of 128 bytes that bulk copies write. Macros beside those of fast_mainloop.cuh, of which N
 // is the number of columns of d:
 //
 //     TENSOR_SCALES, ROW_SCALES   1: scales that are applied here
-//     BIAS          0: none, 2: of d's type, which half_scaled_gemm_turned.cu makes float16, 4: float32
+//     BIAS          0: none, 4: float32, 2: of d's type (half_scaled_gemm_turned.cu: float16)
 //     RELU          1: f is relu
 //     PIECE, CHUNKS rows of d that one bulk copy writes, and of how many a warpgroup stages at once
 //     SHARED_BYTES  what the launch asks for
@@ -177,12 +177,14 @@ struct RowScales {
         for (int i = 0; i < COUNT; ++i) {
             const int place = i * 128 + threadIdx.x % 128;
             if (place >= BLOCK_N) break;
-            asm volatile("st.shared.f32 [%0], %1;" ::"r"(scales + place * 4), "f"(mine[i]) : "memory");
+            asm volatile("st.shared.f32 [%0], %1;"
+                         ::"r"(scales + place * 4), "f"(mine[i]) : "memory");
         }
     }
 };
 
-__device__ __forceinline__ float finished(float sum, float row_scale, const Columns& columns, int half) {
+__device__ __forceinline__ float finished(
+    float sum, float row_scale, const Columns& columns, int half) {
     float v = sum * row_scale * columns.scale[half];
     if constexpr (BIAS) v += columns.bias[half];
     if constexpr (RELU) v = v > 0.0f || v != v ? v : 0.0f;
