@@ -11,6 +11,7 @@
 // is the number of columns of d:
 //
 //     TENSOR_SCALES, ROW_SCALES   1: scales that are applied here
+//     OUT           2: bytes of an element of d
 //     BIAS          0: none, 4: float32, 2: of d's type (half_scaled_gemm_turned.cu: float16)
 //     RELU          1: f is relu
 //     PIECE, CHUNKS rows of d that one bulk copy writes, and of how many a warpgroup stages at once
@@ -31,6 +32,7 @@ static_assert(BLOCK_N % PIECE == 0 && PIECE % 8 == 0 && PIECE <= 256, "whole pie
 static_assert(PIECES % CHUNKS == 0, "whole rounds");
 
 static_assert(PARTS == 1 && !RESIDENT && !IN_TURN, "the walk knows of no other tiles");
+static_assert(OUT == 2 && A_SLICES == 1 && N % 8 == 0, "one product, and whole copies of 16 bytes");
 
 struct Output {
     const TensorMap& map;

@@ -58,6 +58,7 @@ from lokakern.types import PLAIN, Device, Epilogue, Format, Problem, Rejected, S
 
 SOURCE = str(Path(__file__).with_suffix(".cu"))
 LEAST_N = 72  # where n is at most 64, narrow tiles of other kernels are faster
+LEAST_ROWS = 64  # of tiles
 LINE_COLUMNS = 64  # of the output, which a bulk copy writes
 WHOLE_PIECE = 112  # rows of a tile that leave in one copy; of more, each half does
 ENOUGH_STAGES = 4  # of a ring, with which there is room to stage both halves: up to 15 % faster
@@ -80,8 +81,11 @@ def macros_for(n: int, k: int, tile: FastTile, kind: Kind, promotes: bool) -> di
     """All macros.
 
     Raises:
-        ValueError: Shared memory does not hold the tile.
+        ValueError: The program has no such epilogue, or shared memory does not hold the tile.
     """
+    others = kind.direct or kind.cross or kind.accumulate or kind.a_steps or kind.batch != 1
+    if others or kind.out_bytes != 2 or kind.activation not in ("none", "relu"):
+        raise ValueError(f"turned tiles have a bias and relu at most, in 16 bits; not {kind}")
     usual = macros_of(n, k, FastTile(tile.block_n, tile.warpgroups, chunks=1), kind)
     piece = tile.block_n if tile.block_n <= WHOLE_PIECE else tile.block_n // 2
     stage = (tile.height + tile.block_n) * depth_of(k) + 16  # with its two barriers
@@ -142,7 +146,7 @@ def cost_us(m: int, n: int, k: int, tile: FastTile, askew: int, sms: int, promot
     groups = tile.groups(n, m)
     waves = groups / tile.resident_groups(sms)
     few = waves <= MOST_WAVES or tile.warpgroups < 3 or askew == 2
-    if tile.block_n >= m + 16 or not few:
+    if (tile.block_n > LEAST_ROWS and tile.block_n >= m + 16) or not few:
         return math.inf
     rates, sums = RATES[tile.warpgroups, False], tile.height * tile.block_n
     products = (rates.promoted if promotes else rates.sums) * sums * 1e-5
@@ -163,10 +167,10 @@ def cost_us(m: int, n: int, k: int, tile: FastTile, askew: int, sms: int, promot
 
 
 def tile_of(m: int, n: int, k: int, askew: int, sms: int, promotes: bool) -> FastTile:
-    """The tile with the least cost; that of the fewest rows where the output has fewer."""
+    """The tile with the least cost."""
     return min(
         tiles_of(askew, promotes),
-        key=lambda tile: (cost_us(m, n, k, tile, askew, sms, promotes), tile.block_n),
+        key=lambda tile: cost_us(m, n, k, tile, askew, sms, promotes),
     )
 
 

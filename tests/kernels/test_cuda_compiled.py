@@ -286,8 +286,9 @@ def turned_gemms() -> Iterator[tuple[str, Program]]:
         for tile in PROMOTED_TURNED_TILES if promotes else TURNED_TILES:
             made = module.bind(1040, 1040, tile, promotes, Kind("row")).program
             yield f"scaled_gemm_row_{suffix} {_named(tile)}", made
+        wide = FastTile(192, above=2)  # where a bias takes the last registers
         for words, kind in TURNED_KINDS.items():
-            for tile in (FastTile(112, warpgroups=3, chunks=1), FastTile(160, above=2)):
+            for tile in (FastTile(112, warpgroups=3, chunks=1), FastTile(160, above=2), wide):
                 made = module.bind(1040, 1040, tile, promotes, kind).program
                 yield f"scaled_gemm_{kind.scales}_{suffix} {_named(tile)} {words}", made
 
@@ -478,7 +479,7 @@ ALIGNED = [name for name in LINES if int(name.split()[1]) not in UNALIGNED_COLUM
 WITHOUT_DATA = ("gather", "finish", "scales", "adds", "plain", "of a bias")
 # Bytes of a thread that are stored and loaded once, before the loop over rows: three blocks of 256
 # threads leave 80 registers each, and times in the database are of this code.
-# The last four are of 192 columns with promoted sums, which with one product fill all registers.
+# The last eight are of 192 columns with promoted sums, which with one product fill all registers.
 SPILLED_BYTES = {
     "quantize_together_row 8192 bfloat16->e4m3fn": 8,
     "quantize_together_row 8192 float32->e5m2": 16,
@@ -491,6 +492,10 @@ SPILLED_BYTES = {
     "scaled_gemm_row_paired 8192x1680x1680 float16": 8,
     "scaled_gemm_row_paired 64x192 pairs": 8,
     "scaled_gemm_row_paired 64x192 pairs float16": 8,
+    "scaled_gemm_row_turned 128x192 pairs bias": 8,
+    "scaled_gemm_row_turned 128x192 pairs bias float16": 8,
+    "scaled_gemm_row_turned 128x192 pairs relu": 8,
+    "scaled_gemm_row_turned 128x192 pairs relu float16": 8,
 }
 
 

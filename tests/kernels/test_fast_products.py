@@ -28,6 +28,7 @@ from lokakern.registry.register import (
 )
 from lokakern.types import PLAIN, Epilogue, Granularity, QuantizedTensor, empty_data
 from lokakern.workloads.drawn_sizes import drawn_sizes
+from tests.support.fp8_rows import drawn
 
 load_kernels()
 H200_SMS = 132
@@ -91,17 +92,6 @@ SIZES = (
     (1, 8, 16), (128, 128, 128), (129, 136, 144), (200, 328, 1040), (257, 1000, 768),
     (3000, 2056, 896), (20000, 264, 272), (600, 136, 3984), (300, 328, 48),
 )  # fmt: skip
-
-
-def drawn(m: int, n: int, k: int, seed: int) -> tuple[Any, Any]:
-    """FP8 rows without gaps, of magnitudes over six decades."""
-    generator = torch.Generator("cuda").manual_seed(seed)
-    made = []
-    for rows, form in ((m, Format.E4M3FN), (n, Format.E4M3FN if seed % 3 else Format.E5M2)):
-        x = torch.randn(rows, k, device="cuda", generator=generator)
-        x *= torch.logspace(-3, 3, rows, device="cuda").unsqueeze(1)
-        made.append(numerics.quantize(x, form, Granularity.ROW))
-    return made[0], made[1]
 
 
 def launched(

@@ -16,11 +16,13 @@ from lokakern.kernels.cuda.fast_tiles import FastTile, askew
 from lokakern.kernels.cuda.tiles import Kind
 from lokakern.registry.register import (
     FAST_KERNEL_ERR_BOUND,
+    KERNELS,
     PROMOTED_KERNEL_ERR_BOUND,
     load_kernels,
 )
 from lokakern.types import PLAIN, Epilogue, Granularity, QuantizedTensor
 from lokakern.workloads.drawn_sizes import drawn_sizes
+from tests.support.fp8_rows import drawn
 
 load_kernels()
 H200_SMS = 132
@@ -46,17 +48,6 @@ SIZES = (
     (1, 72, 16), (128, 128, 128), (129, 136, 144), (200, 328, 1040), (257, 1000, 768),
     (3000, 2056, 896), (20000, 264, 272), (600, 136, 3984), (300, 328, 48), (700, 8200, 2064),
 )  # fmt: skip
-
-
-def drawn(m: int, n: int, k: int, seed: int) -> tuple[Any, Any]:
-    """FP8 rows without gaps, of magnitudes over six decades."""
-    generator = torch.Generator("cuda").manual_seed(seed)
-    made = []
-    for rows, form in ((m, Format.E4M3FN), (n, Format.E4M3FN if seed % 3 else Format.E5M2)):
-        x = torch.randn(rows, k, device="cuda", generator=generator)
-        x *= torch.logspace(-3, 3, rows, device="cuda").unsqueeze(1)
-        made.append(numerics.quantize(x, form, Granularity.ROW))
-    return made[0], made[1]
 
 
 def launched(
@@ -149,6 +140,31 @@ def test_many_launches_in_a_row_give_the_same_bits(tile: FastTile, promotes: boo
     assert all(torch.equal(out, first) for out in outs)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scales", ["tensor", "row"])
+@pytest.mark.parametrize("suffix", ["", "_fast"])
+def test_outputs_that_start_anywhere_have_the_same_bits(
+    suffix: str, scales: str, dtype: torch.dtype
+) -> None:
+    found = KERNELS[f"cuda.scaled_gemm_{scales}_turned{suffix}"]
+    generator = torch.Generator("cuda").manual_seed(5)
+    for m, n, k in ((128, 128, 16384), (300, 328, 1040)):  # of the first others would split sums
+        x, w = (torch.randn(rows, k, device="cuda", generator=generator) for rows in (m, n))
+        a, b = (numerics.quantize(y, Format.E5M2, Granularity(scales)) for y in (x, w))
+        outs = []
+        for start in (0, 1):
+            out = torch.full((m * n + start,), float("nan"), dtype=dtype, device="cuda")
+            outs.append(out[start:].view(m, n))
+            given = (a.data, a.scale, b.data.t(), b.scale.t(), outs[-1], None)
+            found.launch(*given, found.workspace(*given))
+        assert torch.equal(*outs)
+        left, right = numerics.dequantize(a).double(), numerics.dequantize(b).double().t()
+        roundoff = torch.finfo(dtype).eps / 2
+        error = numerics.kernel_error(outs[0], left @ right, left.abs() @ right.abs(), roundoff)
+        assert error.maximum <= found.kernel_err_bound, (m, n, k)
+
+
 def test_the_rule_fills_the_sms() -> None:
     """In one wave, where others have 111, 130 and 130 tiles of other shapes."""
     assert kernel.tile_of(4736, 512, 5856, 1, H200_SMS, False) == FastTile(144, above=2)
@@ -159,7 +175,10 @@ def test_the_rule_fills_the_sms() -> None:
     ):  # fmt: skip
         tile = kernel.tile_of(m, n, k, askew(k), H200_SMS, promotes)
         assert tile.groups(n, m) * tile.pairs == count
-    assert kernel.tile_of(1, 72, 64, 0, H200_SMS, False).block_n == 64  # all have more rows
+    # Of fewer rows than a tile has, what counts is how the weight is cut up.
+    few = [kernel.tile_of(m, 4096, 4096, 0, H200_SMS, False) for m in (1, 40, 48)]
+    assert few == [FastTile(64, warpgroups=1)] * 3  # 64 tiles, 32 of two warpgroups
+    assert kernel.tile_of(40, 32768, 4096, 0, H200_SMS, False).warpgroups > 1
 
 
 @pytest.mark.parametrize("sms", [78, H200_SMS])
@@ -170,6 +189,15 @@ def test_every_tile_that_the_rule_chooses_fits(sms: int) -> None:
                 tile = kernel.tile_of(m, n, k, level, sms, promotes)
                 macros = kernel.macros_for(n, k, tile, Kind("row", 2, 4), promotes)
                 assert 2 <= int(macros["STAGES"]) <= tiles.MOST_STAGES
+
+
+@pytest.mark.parametrize("word", [
+    {"activation": "silu"}, {"cross": 2}, {"accumulate": True}, {"out_bytes": 4}, {"batch": 0},
+    {"a_steps": (3, 9)}, {"direct": True},
+])  # fmt: skip
+def test_what_the_program_does_not_compute_is_refused(word: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="a bias and relu at most"):
+        kernel.macros_for(1040, 1040, FastTile(160), Kind("row", **word), False)
 
 
 @pytest.mark.parametrize("level", range(3))
